@@ -10,7 +10,7 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: bench-check help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test chaos soak lint format docs wheel warm-start clean
+.PHONY: help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm coverage crash-test chaos soak lint format docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -40,8 +40,9 @@ test-avx2: setup ## run the numerical tests as on a processor without AVX-512 an
 test-fast: setup ## run the unit and parity tests (2 minutes on two cores)
 	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/parity $(ARGS)
 
-bench-check: setup ## compare ratios of processor time with those recorded on this kind of processor (half a minute)
-	@OMP_NUM_THREADS=1 $(BIN)/embodrl bench all --against benchmarks/results/ratios.jsonl
+# Processes that the tests start are not measured.
+coverage: setup ## say which lines the unit and parity tests run
+	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" --cov --cov-report=term:skip-covered tests/unit tests/parity $(ARGS)
 
 # Workers and simulators start as users start them, not forked from a process that has their imports.
 test-all: setup ## run every test, the long ones as well (an hour and more)
@@ -109,13 +110,6 @@ format: setup ## reformat the code
 docs: setup ## build the documentation site into site/; a broken link or anchor fails
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
-
-wheel: setup ## build the wheel and compare its files with those that git tracks
-	@rm -rf build/wheel
-	@PYTHON=$(BIN)/python scripts/build_wheel.sh build/wheel
-
-warm-start: setup ## rebuild the checkpoint that ships with the package
-	@scripts/make_warm_start.sh
 
 clean: ## remove everything that make built; outputs/ and data/ are kept
 	rm -rf .venv .venv-simulators .venv-vllm build dist site *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

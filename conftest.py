@@ -18,7 +18,7 @@ fork_server.install()
 gc.disable()  # until all tests are collected: nothing of them is garbage
 LONG_WITH_MANISKILL = (
     "test_a_damaged_mesh_cache_is_made_again",
-    "test_a_full_dev_shm_is_of_no_account",
+    "test_full_dev_shm_is_harmless",
     "test_a_number_that_cannot_be_true",
     "test_a_simulator_that_fails_in_a_reset",
     "test_a_simulator_that_fails_in_a_step",  # the limit of restarts has it crash

@@ -7,7 +7,6 @@ without any training. The ideal of (a) and (b) is the busier of the two sides, a
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import slow_env
 import torch
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 
@@ -25,15 +25,16 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import make_collector
 
 ITERATIONS = 6
@@ -76,7 +77,7 @@ def build(config: Config, pool: EnvPool) -> Sides:
     ahead = config.runner.max_staleness > 0
     engine = NativeTrainEngine(policy, EngineOptions(config.actor, 1000, may_be_stale=ahead), policy.device, cores)
     acting = make_rollout_engine(config, policy, cores)
-    source = make_collector(config, pool, acting, lambda: False, False)
+    source = make_collector(config, pool, acting, lambda: False, RewardWorker(config, tuple(pool.spec.tasks)))
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))
 
 
@@ -87,6 +88,7 @@ def train(sides: Sides, iterations: int, *, update: bool = True) -> dict[str, fl
     fewer than the iterations, the run still lives on what was played before.
     """
     algorithm, env_steps, start_s = sides.config.algorithm, 0, 0.0
+    updates = OnPolicyUpdate(sides.engine, sides.config)
     lag, before = 0.0, 0.0
     warm_up = warm_up_of(sides.config)
     for iteration in range(warm_up + iterations):
@@ -95,8 +97,8 @@ def train(sides: Sides, iterations: int, *, update: bool = True) -> dict[str, fl
         batch, _ = sides.source.gather(iteration)
         if update:
             if algorithm.decoupled.enabled:
-                set_proximal(batch, *sides.engine.proximal(batch, algorithm))
-            sides.engine.update(batch, compute_advantages(batch, algorithm), algorithm, sides.shuffle)
+                set_proximal(batch, *updates.proximal(batch))
+            updates.update(batch, compute_advantages(batch, algorithm), sides.shuffle)
         version = iteration + 1
         lag += float(iteration - batch.policy_version.float().mean()) / iterations
         sides.source.update_weights(sides.engine.weights() if update else (), version)
@@ -126,13 +128,14 @@ def _played(sides: Sides, iteration: int) -> float:
 def training_alone(sides: Sides, iterations: int) -> dict[str, float]:
     """Return the same of updates on one rollout, again and again."""
     algorithm = sides.config.algorithm
+    updates = OnPolicyUpdate(sides.engine, sides.config)
     batch, _ = sides.source.gather(0)
     start_s = 0.0
     for iteration in range(1 + iterations):
         if iteration == 1:
             start_s = time.perf_counter()
         batch.policy_version = torch.full_like(batch.policy_version, sides.engine.version)
-        sides.engine.update(batch, compute_advantages(batch, algorithm), algorithm, sides.shuffle)
+        updates.update(batch, compute_advantages(batch, algorithm), sides.shuffle)
     seconds = time.perf_counter() - start_s
     return {
         "env_steps_per_s": iterations * int(batch.meta["env_steps"]) / seconds,
@@ -242,10 +245,3 @@ def main(json_path: Path | None = None) -> int:
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import asynchrony
-
-    sys.exit(asynchrony.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

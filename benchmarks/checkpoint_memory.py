@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hardware import describe_hardware
 
 from embodrl.config import load_config
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
+from embodrl.hybrid_engines.training.side_modules import ADAM_STATE
 from embodrl.storage.checkpoint import CheckpointManager
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch
 
@@ -69,7 +69,7 @@ def main(output: Path | None) -> int:
     config = loaded.config
     configure_torch(config)
     policy = build_policy(config)
-    engine = RemoteTrainEngine(config, policy, launch_trainers(config, loaded.deployment))
+    engine = RemoteTrainEngine(policy, launch_trainers(config, loaded.deployment))
     try:
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         moments = {
@@ -83,7 +83,7 @@ def main(output: Path | None) -> int:
         result: dict[str, Any] = {
             "hardware": describe_hardware(),
             "parameters": sum(p.numel() for p in policy.parameters()),
-            "state_mib": round(engine.state_num_bytes() / MIB, 1),
+            "state_mib": round(engine.shapes().num_bytes / MIB, 1),
             "training_processes": len(pids),
         }
         with tempfile.TemporaryDirectory() as directory:

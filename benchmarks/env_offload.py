@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hardware import describe_hardware
 
 from embodrl.config import load_config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.env import make_pool
 
 ENVIRONMENTS = {

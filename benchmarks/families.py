@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hardware import describe_hardware
+
 from embodrl.specs import MODELS
-from embodrl.tools.bench.hardware import describe_hardware
 
 NUM_DEMOS = 400
 STEPS = 600

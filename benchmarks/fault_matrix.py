@@ -32,9 +32,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+from hardware import describe_hardware
 
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 
 CELL_S = 600.0
 DETECTED_S = 30.0

@@ -21,6 +21,7 @@ from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.runs import train as runner
 from embodrl.trainer import parts
 from embodrl.workers.collector import Collector, SyncCollector
+from embodrl.workers.reward import RewardWorker
 
 
 class LaggedRollout(SyncCollector):
@@ -39,7 +40,7 @@ class LaggedRollout(SyncCollector):
 
 
 def make_source(
-    config: Config, pool: EnvPool, engine: NativeRolloutEngine, should_stop: Callable[[], bool], keep_frames: bool
+    config: Config, pool: EnvPool, engine: NativeRolloutEngine, should_stop: Callable[[], bool], rewards: RewardWorker
 ) -> Collector:
     """As ``workers.rollout_backend.make_collector``."""
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
@@ -47,7 +48,7 @@ def make_source(
     apart = NativeRolloutEngine(
         policy, config.rollout, config.algorithm.sampling, config.runner.seed, engine.num_threads
     )
-    source = LaggedRollout(config, pool, apart, should_stop, keep_frames)
+    source = LaggedRollout(config, pool, apart, should_stop, rewards.judging)
     source.update_weights(engine.policy.named_parameters(), 0)
     return source
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hardware import describe_hardware
 from nested_variance import LEVELS, Floats, components, explained, gradient_signal, share_intervals
 from numpy.typing import NDArray
 from rich.console import Console
@@ -41,18 +42,18 @@ from embodrl.errors import UsageError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import concat_outputs, make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.objective import (
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.objective import (
     chunk_weights,
     counts_of,
     flatten_chunks,
     make_loss,
     trained_chunks,
 )
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.pipelines.load import load_config
 from embodrl.specs import LOSSES
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import check_simulator, make_pool
@@ -285,13 +286,13 @@ class Gradients:
 
     def _gradient(self, chunks: TrajectoryBatch) -> Tensor:
         engine = self.engine
-        for parameter in engine.policy_parameters:  # a warm-up of the critic leaves them without gradients
+        for parameter in engine.state.policy_parameters:  # a warm-up of the critic leaves them without gradients
             parameter.requires_grad_(True)
         counts = counts_of(chunks, self.algorithm, engine.device)
-        engine.forward_backward(chunks, lambda micro: self.loss(micro, counts))
-        leaves = [engine.leaves[parameter] for parameter in engine.policy_parameters]
+        engine.forward_backward(chunks, lambda micro: self.loss(counts, micro))
+        leaves = [engine.state.leaves[parameter] for parameter in engine.state.policy_parameters]
         flat = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).flatten().float().cpu() for x in leaves])
-        engine.optimizer.zero_grad(set_to_none=True)
+        engine.state.clear_gradients()
         return flat
 
 
@@ -352,7 +353,7 @@ def rollouts(
         batch, _ = collector.gather(iteration)
         estimate = compute_advantages(batch, config.algorithm)
         if iteration < warm_up:
-            engine.update(batch, estimate, config.algorithm, shuffle)
+            OnPolicyUpdate(engine, config).update(batch, estimate, shuffle)
         else:
             batches.append(batch)
             estimates.append(estimate)

@@ -15,21 +15,22 @@ from typing import Literal
 
 import numpy as np
 import torch
+from hardware import describe_hardware
+from inference import make_observation
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.decoupled import set_proximal
-from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, RolloutConfig, model_settings
+from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config, OptimConfig, RolloutConfig, model_settings
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.precision import autocast
+from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
-from embodrl.tools.bench.hardware import describe_hardware
-from embodrl.tools.bench.inference import make_observation
 from embodrl.types import PolicyOutput, SamplingParams
 
 PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], torch.dtype]] = {
@@ -95,15 +96,16 @@ def measure(family: str, name: str, recompute: bool, vllm: bool = False, adapter
     algorithm = AlgorithmConfig(loss_type="actor", adv_type="grpo", update_epoch=1, group_size=2)
     actor = ActorConfig(global_batch_size=32, micro_batch_size=8, precision=precision, optim=STILL)
     engine = NativeTrainEngine(policy.eval(), EngineOptions(actor, 10), "cpu")
+    updates = OnPolicyUpdate(engine, Config().model_copy(update={"algorithm": algorithm}))
     sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
     rollout = RolloutConfig(precision=precision)
     acting = VllmRolloutEngine(policy, rollout, algorithm.sampling, 0) if vllm else None
     batch = act(policy, family, precision, sampling, acting)
     if recompute:
-        set_proximal(batch, *engine.proximal(batch, algorithm, every_chunk=True))
+        set_proximal(batch, *updates.proximal(batch, every_chunk=True))
     draws = torch.randn(STEPS, ENVS, 1, generator=torch.Generator().manual_seed(1))
     advantages = Advantages(draws, draws, torch.ones_like(draws, dtype=torch.bool))
-    metrics = engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(2))
+    metrics = updates.update(batch, advantages, torch.Generator().manual_seed(2))
     return {key: metrics[f"train/{key}"] for key in METRICS}
 
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from embodrl.tools.bench.hardware import describe_hardware
+from hardware import describe_hardware
 
 TWO_ACTORS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 NODES = ("cluster=ray_local", "cluster.num_nodes=2", "env.pin_cpus=false", "cluster.num_threads=1")

@@ -10,7 +10,6 @@ their log-probs are compared.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from hardware import describe_hardware
+from inference import make_observation, make_policy
 from numpy.typing import NDArray
+from plain import stock_llama
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
@@ -29,9 +31,6 @@ from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine
 from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
-from embodrl.tools.bench.inference import make_observation, make_policy
-from embodrl.tools.bench.plain import stock_llama
 from embodrl.types import Observation, SamplingParams
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -178,10 +177,3 @@ def main(json_path: Path | None = None, batches: tuple[int, ...] = BATCHES) -> i
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import rollout_backends
-
-    sys.exit(rollout_backends.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

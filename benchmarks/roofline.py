@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from e2e import PhaseClock
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -25,11 +27,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.e2e import PhaseClock
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import make_pool
 from embodrl.workers.policy import build_policy, configure_torch
@@ -96,7 +97,7 @@ def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
             return worker.gather(iteration)[0]
 
         def update(batch: Any) -> None:
-            engine.update(batch, compute_advantages(batch, config.algorithm), config.algorithm, shuffle)
+            OnPolicyUpdate(engine, config).update(batch, compute_advantages(batch, config.algorithm), shuffle)
             worker.update_weights(engine.weights(), engine.version)
 
         update(decide(0))  # allocates, compiles shaders

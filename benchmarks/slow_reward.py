@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.workers.reward import Episode
+from embodrl.workers.episode import Episode
 
 HERE = Path(__file__).parent
 CHUNK_S, REWARD_S, ITERATIONS = 0.25, 1.0, 5

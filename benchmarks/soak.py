@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 
 import psutil
 from fault_matrix import FAULTS, LEAK, inflict
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 from soak_verdict import Check, Sample, check_faults, check_leaks, check_memory, check_steps
 
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 
 MIB = 1 << 20
 MARK = "EMBODRL_SOAK"

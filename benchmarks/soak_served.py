@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import psutil
 from fault_matrix import inflict
+from hardware import describe_hardware
 from soak_verdict import Check, growth
 
 from embodrl.errors import RemotePolicyError
@@ -39,7 +40,6 @@ from embodrl.models.remote_policy.spec import RemoteConfig, client_of
 from embodrl.serving.wire import TOKEN_VARIABLE
 from embodrl.serving.wire.clients import Client
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.types import Observation
 
 HERE = Path(__file__).parent

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import psutil
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.workflows.task_runner import AsyncTaskRunner
 
 NUM_TASKS = {"no_op": 50_000, "sleep": 10_000}
@@ -138,10 +138,3 @@ def main(json_path: Path | None = None) -> int:
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import task_runner
-
-    sys.exit(task_runner.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

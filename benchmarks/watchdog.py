@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hardware import describe_hardware
 
 from embodrl.config import load_config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.processes.frames import Connection, Frame
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.env import make_pool
 
 NUM_ENVS, NUM_PROCESSES, ROUNDS, ROUND_S = 8, 2, 21, 0.5

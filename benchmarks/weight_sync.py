@@ -8,7 +8,6 @@ whatever holds the directory for temporary files, and its files are synced.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,7 +30,6 @@ from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.weights import KINDS
 
 SIZES_MB = (10, 100, 1000)
@@ -196,10 +195,3 @@ def main(json_path: Path | None = None, sizes_mb: Iterable[float] = SIZES_MB) ->
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import weight_sync
-
-    sys.exit(weight_sync.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from embodrl.version import __version__
 
 # Name -> module:attribute, imported on first use. Keep the imports for type checkers below in step; a test compares.
 _EXPORTS = {
@@ -55,7 +55,7 @@ _EXPORTS = {
     "episode_returns": "embodrl.algorithms.groups",
     "LossCounts": "embodrl.algorithms.losses",
     "LossOutput": "embodrl.algorithms.losses",
-    "Episode": "embodrl.workers.reward",
+    "Episode": "embodrl.workers.episode",
     # Extension: pipelines and workflows.
     "Pipeline": "embodrl.pipelines.graph",
     "PipelineContext": "embodrl.pipelines.context",
@@ -138,8 +138,8 @@ if TYPE_CHECKING:
     from embodrl.types import Observation as Observation
     from embodrl.types import PolicyOutput as PolicyOutput
     from embodrl.types import SamplingParams as SamplingParams
+    from embodrl.workers.episode import Episode as Episode
     from embodrl.workers.evaluator import EpisodeRecord as EpisodeRecord
-    from embodrl.workers.reward import Episode as Episode
     from embodrl.workers.workflows.task_runner import AsyncTaskRunner as AsyncTaskRunner
     from embodrl.workers.workflows.task_runner import TaskResult as TaskResult
     from embodrl.workers.workflows.workflow import EpisodeTask as EpisodeTask

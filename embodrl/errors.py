@@ -17,7 +17,7 @@ class EmbodrlError(Exception):
     Args:
         message: what is wrong, naming the object concerned.
         hint: what the user can do about it.
-        code: stable identifier, listed in docs/errors.md; by default that of the class.
+        code: stable identifier, explained by `embodrl explain CODE`; by default that of the class.
 
     Attributes:
         code: stable identifier in kebab case. A class that sets none gets its own name without ``Error``.
@@ -70,7 +70,7 @@ class ConfigProblem:
         allowed: allowed values or range, in words; empty if not applicable.
         nearest: the nearest valid name for a misspelt one; empty if none is near.
         hint: what to change.
-        code: stable identifier of the rule, listed in docs/errors.md.
+        code: stable identifier of the rule, explained by `embodrl explain CODE`.
     """
 
     key: str
@@ -134,7 +134,7 @@ class PipelineProblem:
         node: name of the node; "" for the whole pipeline.
         message: what is wrong.
         hint: what to change.
-        code: stable identifier, listed in docs/errors.md.
+        code: stable identifier, explained by `embodrl explain CODE`.
     """
 
     node: str

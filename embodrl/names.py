@@ -5,16 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import os
 import pkgutil
 import re
-import threading
-import traceback
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from embodrl.errors import EmbodrlError
+from embodrl.user_code import guard_user_code
 
 
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
@@ -91,7 +88,7 @@ def import_function(path: str) -> Callable[..., Any]:
         EmbodrlError: there is none, or its module can't be imported; says why.
     """
     try:
-        with exits_named(f"importing '{path}'"):
+        with guard_user_code(f"importing '{path}'"):
             found = import_object(path)
     except EmbodrlError:
         raise
@@ -138,63 +135,6 @@ def import_workflow(path: str) -> Any:
             "give it a constructor without arguments",
             code="workflow-constructor",
         ) from error
-
-
-@contextmanager
-def exits_named(what: str) -> Generator[None, None, None]:
-    """Turn an exit of custom code, or what it raises and is not an Exception, into an error that names it.
-
-    ``sys.exit`` raises SystemExit, which would end the run with its status and no message; ``os._exit`` would end it
-    at once. Forked children, other threads and embodrl's own code (such as a second SIGTERM) leave as usual.
-
-    Args:
-        what: what is called, for the message.
-
-    Raises:
-        EmbodrlError: it called ``sys.exit`` or ``os._exit``, or raised another BaseException.
-    """
-    caller = (os.getpid(), threading.get_ident())
-    leave = os._exit
-
-    def refused(call: str) -> EmbodrlError:
-        hint = "return from the function, or raise an exception that says what is wrong"
-        return EmbodrlError(f"{what} called {call}", hint, code="function-exit")
-
-    def guarded(status: int) -> NoReturn:
-        frame = inspect.currentframe()
-        leaving = frame.f_back if frame is not None else None
-        own = leaving is not None and str(leaving.f_globals.get("__name__", "")).partition(".")[0] == "embodrl"
-        if own or (os.getpid(), threading.get_ident()) != caller:
-            leave(status)
-        raise refused(f"os._exit({status})")
-
-    os._exit = guarded
-    try:
-        yield
-    except SystemExit as error:
-        if raised_by_embodrl(error):
-            raise
-        raise refused(f"sys.exit({error.code!r})") from error
-    except (Exception, KeyboardInterrupt):  # Ctrl-C comes from wherever the interpreter is
-        raise
-    except BaseException as error:
-        text = f"{what} raised {type(error).__name__}, which is not an Exception: {error}"
-        raise EmbodrlError(text, "raise an Exception that says what is wrong", code="function-exit") from error
-    finally:
-        os._exit = leave
-
-
-def raised_by_embodrl(error: BaseException) -> bool:
-    """Return whether an exit was raised by embodrl itself, e.g. by its signal handlers, within custom code."""
-    last = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        last = frame
-    return last is not None and str(last.f_globals.get("__name__", "")).partition(".")[0] == "embodrl"
-
-
-def ends_process(error: BaseException) -> bool:
-    """Return whether what an import raised is not its own: Ctrl-C, or an exit of embodrl's, e.g. by a signal."""
-    return not isinstance(error, Exception) and (isinstance(error, KeyboardInterrupt) or raised_by_embodrl(error))
 
 
 def _is_part(name: str, module: str) -> bool:

@@ -11,7 +11,8 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodrl.errors import EmbodrlError, UnknownNameError
-from embodrl.names import ends_process, import_object, meant, nearest
+from embodrl.names import import_object, meant, nearest
+from embodrl.user_code import ends_process
 
 if TYPE_CHECKING:
     from typing import Self  # simulators may live in a Python 3.10, which lacks it

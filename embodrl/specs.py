@@ -18,10 +18,9 @@ from embodrl.registry import Entry, Registry
 if TYPE_CHECKING:
     from typing import Self  # simulators may live in a Python 3.10, which lacks it
 
-    from embodrl.config.rules.base import Context, RuleSet
-    from embodrl.config.schema import EnvConfig, ModelConfig
     from embodrl.config.schema.section import Section
     from embodrl.interface import Interface
+    from embodrl.rule_set import RuleSet
 
 DEFAULT_ENV = "maniskill"
 DEFAULT_MODEL = "openvla"
@@ -159,7 +158,7 @@ class SimulatorSpec(Spec):
         camera_list, experts, verified: for ``embodrl list``.
     """
 
-    settings: type[EnvConfig] | str | None = None
+    settings: type[Section] | str | None = None
     reads: tuple[str, ...] = ("cameras",)
     tasks: tuple[str, ...] | list[str] | Mapping[str, str] | str = ()
     suites: Mapping[str, TaskSuite] = field(default_factory=dict[str, TaskSuite])
@@ -181,14 +180,14 @@ class SimulatorSpec(Spec):
     isolated: bool = False
     imports: tuple[str, ...] = ()
     draws_with: str = ""
-    probe: Callable[[EnvConfig | None, str | None], Sequence[tuple[str, str]]] | str | None = None
+    probe: Callable[[Any, str | None], Sequence[tuple[str, str]]] | str | None = None
     warnings: str = ""
     example: Mapping[str, object] | None = None
     process_bytes: int = 0
     env_bytes: int = 0
     expert_tasks: tuple[str, ...] | None = None
     demonstrations: str = ""
-    interface: Callable[[EnvConfig], Interface] | None = None
+    interface: Callable[[Any], Interface] | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict[str, Axis])
     own_settings: str = ""
     camera_list: str = ""
@@ -258,7 +257,7 @@ class ModelSpec(Spec):
         sizes, checkpoint, rl: for ``embodrl list``.
     """
 
-    settings: type[ModelConfig] | str | None = None
+    settings: type[Section] | str | None = None
     kind: str = ""
     value_head: bool = True
     value_inputs: tuple[str, ...] | None = None
@@ -276,9 +275,9 @@ class ModelSpec(Spec):
     tensor_parallel: bool = False
     builtin_warm_start: bool = False
     parity: str = ""
-    num_parameters: Callable[[ModelConfig], int] | None = None
+    num_parameters: Callable[[Any], int] | None = None
     missing_config: str = ""
-    interface: Callable[[Context], Interface | None] | None = None
+    interface: Callable[[Any], Interface | None] | None = None
     only_acts: str = ""
     sizes: str = ""
     checkpoint: str = ""
@@ -304,11 +303,13 @@ class FunctionSpec(Entry):
         imitates: what it learns from the buffer are an expert's labels, without critics.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for what reads all there is.
+        family_kind: kind of the model families that it works with; "" for all.
         parts: ``module:function`` that makes the parts of a run with this loss, as ``embodrl.trainer.parts.build``
             does; None for what learns from rollouts.
         rules: checks of the configuration that run when it is chosen.
         settings: the class of the section ``algorithm.NAME``, derived from ``Section``, or ``module:Class``, whose
             fields are arguments; None: there is none.
+        section: name of that section, where several functions share it; "" for the function's own.
     """
 
     needs_values: bool = False
@@ -318,9 +319,11 @@ class FunctionSpec(Entry):
     imitates: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
+    family_kind: str = ""
     parts: str | None = None
     rules: tuple[RuleSet, ...] = ()
     settings: type[Section] | str | None = None
+    section: str = ""
 
     @property
     def learns_from_records(self) -> bool:
@@ -388,7 +391,7 @@ class EngineSpec(Entry):
         rules: checks of the configuration that run when it is chosen.
         shards: its training processes hold parts of the weights, with which no rollout can act.
         trains_adapters: it trains ``model.trainable: lora``.
-        imitates: `embodrl sft` trains with it.
+        every_update: it runs every update; False: updates by rollouts alone, and not `embodrl sft`.
         keeps_masters: it heeds ``actor.optim.master_weights``.
         frees_gradients: ``actor.enable_offload`` drops gradients, and does not move them.
         training_memory: ``module:function`` from configuration, deployment, ``ModelFigures`` and the bytes of the
@@ -405,7 +408,7 @@ class EngineSpec(Entry):
     rules: tuple[RuleSet, ...] = ()
     shards: bool = False
     trains_adapters: bool = True
-    imitates: bool = True
+    every_update: bool = True
     keeps_masters: bool = True
     frees_gradients: bool = True
     training_memory: str = ""
@@ -452,12 +455,33 @@ class SmallActorSpec(Entry):
     ``embodrl.models.small_actors.on_frozen.OnFrozenPolicy``.
 
     Attributes:
-        engine: class derived from ``OffPolicyEngine`` that trains it, as ``module:Class``; None: ``OffPolicyEngine``.
+        update: class derived from ``OffPolicyUpdate`` that trains it, as ``module:Class``; None: ``OffPolicyUpdate``.
+        settings: the class of the section ``model.NAME``, derived from ``Section``, or ``module:Class``.
         rules: checks of the configuration that run when it is chosen.
     """
 
-    engine: str | None = None
+    update: str | None = None
+    settings: type[Section] | str | None = None
     rules: tuple[RuleSet, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherSpec(Entry):
+    """What starts actor and rollout processes. ``target`` is a class derived from ``Launcher``.
+
+    Attributes:
+        settings: the class of the section ``cluster.NAME``, derived from ``Section``, or ``module:Class``.
+        rules: checks of the configuration that run when it is chosen.
+        starts_everything: even what could be done in the main process runs in one that it starts.
+        many_machines: it starts processes on other machines, too.
+        for_runs: ``cluster.launcher`` may name it; False: only worker groups in a program of one's own.
+    """
+
+    settings: type[Section] | str | None = None
+    rules: tuple[RuleSet, ...] = ()
+    starts_everything: bool = False
+    many_machines: bool = False
+    for_runs: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -595,6 +619,7 @@ ADVANTAGES = FunctionRegistry(
     "advantage estimator",
     "embodrl.algorithms.registry:ESTIMATORS",
     "embodrl.algorithms.spec:ESTIMATOR_ARGUMENTS",
+    "embodrl.estimators",
 )
 LOSSES = FunctionRegistry(
     "loss",
@@ -602,7 +627,7 @@ LOSSES = FunctionRegistry(
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
     "embodrl.losses",
 )
-PIPELINES = Registry("pipeline", PipelineSpec, table="embodrl.pipelines.registry:PIPELINES")
+PIPELINES = Registry("pipeline", PipelineSpec, "embodrl.pipelines", "embodrl.pipelines.registry:PIPELINES")
 PROTOCOLS = Registry("protocol", ProtocolSpec, "embodrl.eval_protocols", "embodrl.envs.registry:EVAL_PROTOCOLS")
 """Settings of published evaluations."""
 ENGINES = Registry("engine", EngineSpec, "embodrl.engines", "embodrl.hybrid_engines.registry:ENGINES")
@@ -618,6 +643,8 @@ WORKFLOW_RUNNERS = Registry(
 """What plays the episodes of ``rollout.workflow``; the first one does."""
 SMALL_ACTORS = Registry("small actor", SmallActorSpec, "embodrl.small_actors", "embodrl.models.registry:ACTORS")
 """What ``model.small_actor.kind`` chooses."""
+LAUNCHERS = Registry("launcher", LauncherSpec, "embodrl.launchers", "embodrl.scheduler.launchers.spec:LAUNCHERS")
+"""What ``cluster.launcher`` chooses."""
 ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers", "embodrl.envs.registry:SERVERS")
 
 

@@ -1,6 +1,7 @@
 """Hooks of the documentation site (mkdocs.yml): pages from outside docs/, and the page of the Python API.
 
 - README.md, CONTRIBUTING.md, RELEASING.md, SECURITY.md and CHANGELOG.md become pages: each exists once.
+- The references are made from the sources: each module of ``REFERENCES`` has a function ``page``.
 - A file or folder outside docs/ that a page links to, such as ``../examples/new_env``, gets a page that shows it.
 - docs/api.md gets one entry for each public name of ``embodrl``, in the order of ``SECTIONS``.
 """
@@ -8,8 +9,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -24,6 +27,13 @@ ROOT_PAGES = {
     "SECURITY.md": "vulnerabilities.md",
     "CHANGELOG.md": "changelog.md",
 }
+REFERENCES = {
+    "configuration.md": "make_config_reference",
+    "errors.md": "make_error_reference",
+    "migration.md": "make_migration",
+    "capabilities.md": "make_capabilities",
+}
+"""Pages that are not tracked -> the module beside this one that makes them."""
 SOURCES = "source"
 """Folder of the site with the pages that show files of the repository."""
 
@@ -63,14 +73,26 @@ SECTIONS = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages of ``ROOT_PAGES`` and those of everything that pages link to outside docs/."""
+    """Add the pages of ``ROOT_PAGES`` and ``REFERENCES``, and those of everything that pages link to outside docs/."""
     for source, page in ROOT_PAGES.items():
         if files.get_file_from_path(page) is None and (ROOT / source).is_file():
             files.append(File.generated(config, page, content=_root_page(source)))
+    for page in REFERENCES:
+        if (stale := files.get_file_from_path(page)) is not None:  # a copy from before, which git ignores
+            files.remove(stale)
+        files.append(File.generated(config, page, content=reference(page)))
     linked = {target for file in files.documentation_pages() for target in _linked_outside(file)}
     for target in sorted(linked):
         files.append(_source_file(config, target))
     return files
+
+
+def reference(page: str) -> str:
+    """Return a page of ``REFERENCES``, made from the package of this checkout, whether or not it is installed."""
+    for folder in (ROOT / "scripts", ROOT):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    return importlib.import_module(REFERENCES[page]).page()
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

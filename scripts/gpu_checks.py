@@ -21,7 +21,7 @@ from check_list import LOG_FILE, RESULTS_FILE, Check, CheckFailed, CheckList, Fi
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDINGS = ROOT / "tests" / "parity" / "recordings"
-FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_6", "gr00t_n1_7", "smolvla")
+FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
 PUBLIC_SIZES = ("pi05", "openvla_oft", "gr00t_n1_7", "smolvla")
 WITH_FLOW = "model=smolvla"
 WITHOUT_WARM_START = "model.warm_start=null"
@@ -130,8 +130,8 @@ VERSIONS = """
 import json, platform, sys
 from importlib.metadata import PackageNotFoundError, version
 import torch
-from embodrl.tools.bench.hardware import describe_hardware
-found = {"python": platform.python_version(), "hardware": describe_hardware(), "cuda": torch.version.cuda}
+from embodrl.processor import processor
+found = {"python": platform.python_version(), "cpu": processor().name, "cuda": torch.version.cuda}
 for name in ("torch", "transformers", "numpy", "tokenizers", "safetensors", "pydantic", "megatron-core", "mujoco"):
     try:
         found[name] = version(name)
@@ -383,7 +383,7 @@ def inference(options: Options, family: str) -> Callable[[Shell], Figures]:
         found = shell.directory / "bench.json"
         size = "public" if options.on_gpu else "tiny"
         how = ("--family", family, "--size", size, "--device", options.device)
-        shell.run(*options.embodrl("bench", "inference", *how, "--json", found))
+        shell.run(options.python, ROOT / "benchmarks" / "bench.py", "inference", *how, "--json", found)
         return json.loads(found.read_text())[size][family]
 
     return check

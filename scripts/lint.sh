@@ -20,8 +20,4 @@ check $bin/pyright
 check $bin/lint-imports --no-cache
 check $bin/python scripts/check_sizes.py
 check $bin/python scripts/check_text.py
-check $bin/python scripts/make_config_reference.py --check
-check $bin/python scripts/make_error_reference.py --check
-check $bin/python scripts/make_capabilities.py --check
-check $bin/python scripts/make_migration.py --check
 exit $status

@@ -1,7 +1,6 @@
-"""Write docs/capabilities.md: what of other distributed systems works here, checked by command.
+"""The page capabilities.md of the documentation site: what of other distributed systems works here.
 
-python scripts/make_capabilities.py           # write it
-python scripts/make_capabilities.py --check   # exit code 1 if it is out of date, or names a test that is not there
+scripts/docs_hooks.py adds it to the site; python scripts/make_capabilities.py prints it.
 
 Each command is checked as its verb checks it before anything starts; the tests that are named run it.
 """
@@ -21,7 +20,6 @@ from embodrl.pipelines.load import load_config
 from embodrl.tools.sweep.combinations import expand_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "capabilities.md"
 INTRODUCTION = """\
 # Capabilities of distributed training
 
@@ -332,7 +330,7 @@ def table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def render() -> str:
+def page() -> str:
     """Return the page."""
     parts = [INTRODUCTION]
     for title, rows in SECTIONS.items():
@@ -340,19 +338,5 @@ def render() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Write the page, or compare it."""
-    if absent := missing_tests():
-        print("not there:", *absent, sep="\n  ")
-        return 1
-    text = render()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
-        print(f"{PAGE.relative_to(ROOT)} is out of date: run python scripts/make_capabilities.py")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(page())

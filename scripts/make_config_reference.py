@@ -1,31 +1,26 @@
-"""Write docs/configuration.md from the schema, the presets and the rules.
+"""The page configuration.md of the documentation site, from the schema, the presets and the rules.
 
-python scripts/make_config_reference.py           # write it
-python scripts/make_config_reference.py --check   # exit code 1 if it is out of date
+scripts/docs_hooks.py adds it to the site; python scripts/make_config_reference.py prints it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from pathlib import Path
-from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from embodrl.config.check import allowed_values, model_of, shipped_schemas
-from embodrl.config.explain import flow
+from embodrl.config.check import model_of, shipped_schemas
 from embodrl.config.presets import describe, groups, presets
 from embodrl.config.rules import Rule, shipped_rules
-from embodrl.config.schema import AppliesIf, Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
+from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.config.schema.readers import readers
 from embodrl.config.schema.section import ReadBy
 from embodrl.pipelines.select import PipelineCheck
 from embodrl.specs import ENVS, MODELS
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+from embodrl.tools.explain.keys import allowed, conditions, default, is_section, read_by
 
 HEAD = ("| key | default | allowed | meaning |", "|---|---|---|---|")
 
@@ -115,52 +110,30 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def is_section(annotation: Any) -> bool:
-    """Tell whether a field holds a section, as opposed to a list of sections."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
-
-
-def allowed(key: str, annotation: Any, schema: type[BaseModel] = Config) -> str:
-    """Say what a key may hold."""
-    inner = model_of(annotation)
-    if inner is not None and get_args(annotation):
-        return "a list of mappings, see below"
-    return allowed_values(key, schema)[0]
-
-
-def default(value: Any) -> str:
-    """Return a default as YAML."""
-    if isinstance(value, tuple):
-        items: tuple[Any, ...] = value
-        value = [item.model_dump() if isinstance(item, BaseModel) else item for item in items]
-    return f"`{flow(value)}`"
-
-
-def row(key: str, name: str, info: FieldInfo, schema: type[BaseModel]) -> str:
+def row(name: str, info: FieldInfo) -> str:
     """Return the line about a key."""
-    may = allowed(key.replace("[i]", ".0"), info.annotation, schema)
-    shown = "required" if info.default is PydanticUndefined else default(info.default)
-    return f"| `{name}` | {cell(shown)} | {cell(may)} | {cell((info.description or '') + conditions(info))} |"
+    shown = default(info) if info.default is PydanticUndefined else f"`{default(info)}`"
+    more = ", see below" if model_of(info.annotation) is not None else ""
+    about = (info.description or "") + remarks(info)
+    return f"| `{name}` | {cell(shown)} | {cell(allowed(info) + more)} | {cell(about)} |"
 
 
-def conditions(info: FieldInfo) -> str:
-    """Say which verbs read a key or section, and with which other settings; facts of what is chosen are left out."""
-    found = [each for each in info.metadata if isinstance(each, AppliesIf) and not each.reason]
-    said = [f"`{each.key}`{'=' * bool(each.values)}{' or '.join(map(flow, each.values))}" for each in found]
+def remarks(info: FieldInfo) -> str:
+    """Say which verbs read a key or section, and with which other settings."""
+    said = [f"`{key}`{equals}{values}" for key, equals, values in (each.partition("=") for each in conditions(info))]
     verbs = next((each.verbs for each in info.metadata if isinstance(each, ReadBy)), None)
-    return (f" (only with {' and '.join(said)})" if said else "") + read_by(verbs)
+    return (f" (only with {' and '.join(said)})" if said else "") + read_by_only(verbs)
 
 
-def read_by(verbs: Collection[str] | None) -> str:
+def read_by_only(verbs: Collection[str] | None) -> str:
     """Say which verbs read something, if not all do."""
-    return "" if verbs is None else f" (read by {', '.join(sorted(verbs))})"
+    return f" (read by {read_by(verbs)})" if verbs is not None else ""
 
 
 def section(
     model: type[BaseModel],
     key: str,
     about: str,
-    schema: type[BaseModel] = Config,
     common: type[BaseModel] | None = None,
 ) -> list[str]:
     """Return the lines about a section and the sections in it; those of ``common`` are described elsewhere."""
@@ -171,11 +144,11 @@ def section(
             continue
         found = model_of(info.annotation)
         if found is not None and is_section(info.annotation):
-            inner += section(found, f"{key}.{name}", (info.description or "") + conditions(info), schema)
+            inner += section(found, f"{key}.{name}", (info.description or "") + remarks(info))
             continue
-        rows.append(row(f"{key}.{name}", name, info, schema))
+        rows.append(row(name, info))
         if found is not None:
-            inner += section(found, f"{key}.{name}[i]", "an item of the list", schema)
+            inner += section(found, f"{key}.{name}[i]", "an item of the list")
     title = f"{about[:1].upper()}{about[1:]}."
     return ([f"### `{key}`", "", title, "", *HEAD, *rows, ""] if rows else []) + inner
 
@@ -189,9 +162,9 @@ def schema_part() -> list[str]:
     for name, info in schema.model_fields.items():
         found = sections.get(name) or model_of(info.annotation)
         if found is None:
-            top.append(row(name, name, info, schema))
+            top.append(row(name, info))
         else:
-            lines += section(found, name, (info.description or "") + read_by(readers(name, schema)), schema)
+            lines += section(found, name, (info.description or "") + read_by_only(readers(name, schema)))
             lines += own_settings(name)
     return [*lines, *top, ""]
 
@@ -209,11 +182,10 @@ def own_settings(name: str) -> list[str]:
     for cls, specs in classes.items():
         # a family may add to what another one has
         above = next((parent for parent in cls.__mro__[1:] if parent in classes), base)
-        schema = config_class(**{name: cls})
         owners = " and ".join(specs)
         text = f"Settings of {owners}"
         text += f" beside those of {' and '.join(classes[above])}" if above in classes and above is not base else ""
-        for line in section(cls, name, text, schema, above):
+        for line in section(cls, name, text, above):
             lines.append(line.replace(f"### `{name}", f"### {owners}: `{name}") if line.startswith("###") else line)
     return lines
 
@@ -244,17 +216,5 @@ def page() -> str:
     return "\n".join([INTRODUCTION, *preset_part(), *schema_part(), PLACEMENT, *rules, *notes]).rstrip() + "\n"
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if PAGE.read_text(encoding="utf-8") != text:
-            print(f"{PAGE} is out of date; run: python scripts/make_config_reference.py", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(page())

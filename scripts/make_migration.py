@@ -1,20 +1,17 @@
-"""Write docs/migration.md: what the keys of other systems are here; RLinf's from the table of `embodrl import rlinf`.
+"""The page migration.md of the documentation site: what the keys of other systems are here.
 
-python scripts/make_migration.py           # write it
-python scripts/make_migration.py --check   # exit code 1 if it is out of date, or names a key that is not there
+RLinf's are from the table of `embodrl import rlinf`. scripts/docs_hooks.py adds it to the site; python
+scripts/make_migration.py prints it.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 from embodrl.config.check import schema_keys, shipped_schemas
 from embodrl.config.rlinf import RLINF_KEYS, RlinfKey
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "migration.md"
 INTRODUCTION = """\
 # Coming from another system
 
@@ -189,20 +186,5 @@ def unknown_keys() -> set[str]:
     return {ours for ours in named if ours} - known
 
 
-def main() -> int:
-    """Write or check the page; return the exit code."""
-    text, unknown = page(), unknown_keys()
-    if unknown:
-        print(f"no such keys: {', '.join(sorted(unknown))}", file=sys.stderr)
-        return 1
-    if "--check" in sys.argv:
-        if not PAGE.is_file() or PAGE.read_text() != text:
-            print(f"{PAGE} is out of date: python scripts/make_migration.py", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(page())

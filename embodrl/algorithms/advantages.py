@@ -1,7 +1,7 @@
 """Advantages and returns of a rollout.
 
-Shapes: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C),
-S reward steps (T at chunk level, T*C at action level).
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C), S reward steps (T at
+chunk level, T*C at action level).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RewardType = Literal["chunk_level", "action_level"]
 BootstrapType = Literal["truncation", "none"]
 
 ROUNDING = 8 * torch.finfo(torch.float32).eps
-"""What float32 loses of a number, relative to it: rewards pass through a handful of roundings before they get here."""
+"""Relative rounding error of float32 rewards, which pass through a handful of roundings before they get here."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """What an estimator returns.
+    """Output of an advantage estimator.
 
     Attributes:
         advantages: ``float32[T,B,K]``, 0 where not valid.
@@ -44,7 +44,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class _RewardSteps:
-    """A rollout as a sequence of reward steps, each tensor ``[S,B]`` but ``last_value [B]``; numbers are float64."""
+    """A rollout as a sequence of reward steps, float64; each tensor is ``[S,B]``, ``last_value`` is ``[B]``."""
 
     rewards: Tensor
     values: Tensor
@@ -71,26 +71,26 @@ def gae(
 ) -> Advantages:
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 11, 12 and 16).
 
-    ``delta_s = r_s + gamma * V(s+1) - V(s)`` and ``A_s = delta_s + gamma * lambda * A_(s+1)``. At a termination V(s+1)
-    is 0; at a truncation it is the value of the final observation; nothing of the next episode flows back over either.
-    Steps that are not valid count as if they were not there: their neighbours are each other's successors. One that is
-    not valid and ends an episode was lost to a fault of the simulator: the step before it bootstraps from its value,
-    which belongs to what the policy saw there, and nothing of the next episode flows back over it.
+    ``delta_s = r_s + gamma * V(s+1) - V(s)`` and ``A_s = delta_s + gamma * lambda * A_(s+1)``. V(s+1) is 0 at a
+    termination and the value of the final observation at a truncation; nothing of the next episode flows back over
+    either. Invalid steps are skipped: their neighbours become consecutive. An invalid step that ends an episode was
+    lost to a simulator fault: the step before it bootstraps from its value (the value of what the policy saw there).
 
     Args:
-        rewards: ``float32[T,B,C]``. Chunk level sums the valid ones of a chunk, undiscounted.
+        rewards: ``float32[T,B,C]``. Chunk level sums the valid rewards of a chunk, undiscounted.
         values: ``float32[T+1,B,K]``, K = 1 at chunk level and C at action level.
         valid: ``bool[T,B,C]``.
         terminated: ``bool[T,B,C]``.
-        truncated: ``bool[T,B,C]``; an episode that both terminates and truncates has terminated.
-        bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated; its first column counts.
+        truncated: ``bool[T,B,C]``; an episode that both terminates and truncates counts as terminated.
+        bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated; only the first column is
+            used.
         gamma: discount per reward step (chunk or action).
         gae_lambda: 0 is the one-step error, 1 the Monte-Carlo return.
         reward_type: whether a reward step is a chunk or an action.
         bootstrap_type: ``none`` treats a truncation as a termination.
 
     Raises:
-        EmbodrlError: the number of values per chunk does not fit ``reward_type``.
+        EmbodrlError: the number of values per chunk does not match ``reward_type``.
     """
     num_steps, num_envs, chunk = rewards.shape
     expected = 1 if reward_type == "chunk_level" else chunk
@@ -104,10 +104,10 @@ def gae(
     to_steps = _chunk_steps if reward_type == "chunk_level" else _action_steps
     steps = to_steps(rewards, values, valid, terminated, truncated, bootstrap_values)
     if bootstrap_type == "none":
-        # At a truncation V(s+1) is then 0, as at a termination.
+        # V(s+1) is then 0 at a truncation, as at a termination.
         steps = _RewardSteps(**{**vars(steps), "bootstrap_values": torch.zeros_like(steps.bootstrap_values)})
     advantages = _accumulate(steps, gamma, gae_lambda)
-    # The target of the critic is the lambda-return, A + V.
+    # The critic's target is the lambda-return, A + V.
     returns = torch.where(steps.valid, advantages + steps.values, 0.0)
 
     shape = (num_steps, num_envs, expected)
@@ -115,9 +115,9 @@ def gae(
 
 
 def to_reward_steps(rewards: Tensor, valid: Tensor, reward_type: RewardType) -> tuple[Tensor, Tensor]:
-    """Return rewards ``float64[S,B]``, 0 where not valid, and ``bool[S,B]``, of rewards and valid ``[T,B,C]``."""
-    # float64: equal returns that were earned in other steps stay equal.
-    # A selection and not a product: an invalid place may hold NaN.
+    """Return rewards ``float64[S,B]`` (0 where not valid) and valid ``bool[S,B]`` from inputs ``[T,B,C]``."""
+    # float64: equal returns earned in different steps stay equal.
+    # A selection, not a product: an invalid entry may be NaN.
     rewards = torch.where(valid, rewards.double(), 0.0)
     if reward_type == "chunk_level":
         return rewards.sum(-1), valid.any(-1)
@@ -125,7 +125,7 @@ def to_reward_steps(rewards: Tensor, valid: Tensor, reward_type: RewardType) -> 
 
 
 def from_reward_steps(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Return ``[T,B,K]`` of ``[S,B]``."""
+    """Reshape ``[S,B]`` to ``[T,B,K]``."""
     num_steps, num_envs, num_values = shape
     return x.reshape(num_steps, num_values, num_envs).transpose(1, 2).contiguous()
 
@@ -164,9 +164,9 @@ def _action_steps(
 
 
 def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
-    """Return the advantages ``[S,B]``, walking back from the last step."""
+    """Return the advantages ``[S,B]``, computed backwards from the last step."""
     done = steps.terminated | steps.truncated
-    # Selections, not products with 0: what stands in a masked place may be NaN.
+    # Selections, not products with 0: masked entries may be NaN.
     bootstrap = torch.where(steps.truncated & ~steps.terminated, steps.bootstrap_values, 0.0)
     advantages = torch.zeros_like(steps.values)
     successor_value = steps.last_value
@@ -174,25 +174,23 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
     for s in reversed(range(len(steps.rewards))):
         next_value = torch.where(done[s], bootstrap[s], successor_value)
         next_advantage = torch.where(done[s], 0.0, successor_advantage)
-        # The one-step error; below it, eq. 16 as a recursion.
+        # One-step error, followed by the recursion of eq. 16.
         delta = steps.rewards[s] + gamma * next_value - steps.values[s]
         advantage = delta + gamma * gae_lambda * next_advantage
         advantages[s] = torch.where(steps.valid[s], advantage, 0.0)
-        # A step that is not valid passes on the advantage of its successor, unless a fault ended the episode there.
+        # An invalid step passes on its successor's advantage, unless a fault ended the episode there.
         successor_advantage = torch.where(
             steps.valid[s], advantage, torch.where(steps.lost[s], 0.0, successor_advantage)
         )
-        # The value at a lost step is kept: it is what the step before bootstraps from.
+        # Keep the value of a lost step: the step before bootstraps from it.
         successor_value = torch.where(steps.valid[s] | steps.lost[s], steps.values[s], successor_value)
     return advantages
 
 
 def divisor(deviation: Tensor, size: Tensor) -> Tensor:
-    """Return the deviation, infinite where it is within the rounding of numbers of this size: dividing gives 0 there.
+    """Return the deviation, or infinity where it is within the rounding error of the inputs, so that dividing gives 0.
 
-    Args:
-        deviation: ``float64[...]``, at least 0.
-        size: ``float64[...]``, the largest magnitude of the float32 numbers that deviate.
+    Both arguments are ``float64[...]``; ``size`` is the largest magnitude of the float32 inputs.
     """
     return torch.where(deviation > ROUNDING * size, deviation, torch.inf)
 
@@ -200,16 +198,17 @@ def divisor(deviation: Tensor, size: Tensor) -> Tensor:
 def normalize(
     advantages: Tensor, valid: Tensor, weights: Tensor | None = None, returns: Tensor | None = None
 ) -> Tensor:
-    """Return the advantages at zero mean and unit (population) variance over the valid entries, 0 elsewhere.
+    """Normalise advantages to zero mean and unit (population) variance over the valid entries; 0 elsewhere.
 
-    Advantages that are equal but for the rounding of float32 give 0, whatever their size.
+    Advantages that differ only by float32 rounding give 0 at any scale.
 
     Args:
         advantages: ``float32[...]``.
         valid: ``bool[...]`` of the same shape.
         weights: ``[...]`` of the same shape, how often each entry counts; None for once. A loss that averages over
-            actions sees the advantage of a chunk once for each of its valid actions.
-        returns: ``float32[...]`` of the same shape, what the advantages are differences of; None for themselves.
+            actions sees the advantage of a chunk once per valid action.
+        returns: ``float32[...]`` of the same shape, the returns the advantages were computed from, which set the
+            rounding error; None for the advantages themselves.
     """
     # float64: sums over a whole rollout lose no precision.
     selected = advantages[valid].double()
@@ -227,17 +226,17 @@ def normalize(
 
 
 def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: float = 0.0) -> Tensor:
-    """Return the advantages ``float32[T,B,K]`` at zero mean and unit (population) variance within each group.
+    """Normalise advantages ``float32[T,B,K]`` to zero mean and unit (population) variance within each group.
 
-    A group whose advantages are equal but for the rounding of its returns in float32 gets 0, whatever their size.
-    Every episode of a group counts the same, however long it is. For the advantages of ``grpo`` this is the division by
-    the standard deviation of the group's returns (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
+    A group whose advantages differ only by the float32 rounding of its returns gets 0 at any scale. Every episode of a
+    group has equal weight, whatever its length. With ``grpo`` this divides by the standard deviation of the group's
+    returns (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
 
     Args:
-        batch: rollout that tells episodes and groups.
-        estimate: estimate of its chunks.
-        min_std: floor of the deviation: with shaped rewards the returns of a group that failed as a whole differ by
-            next to nothing, which would be blown up to the size of a success.
+        batch: rollout, defining episodes and groups.
+        estimate: advantages of the rollout.
+        min_std: floor of the deviation. With shaped rewards, the returns of a group in which every episode failed
+            hardly differ and would otherwise be scaled up to the size of a success.
     """
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
     result = torch.zeros_like(estimate.advantages)
@@ -250,15 +249,15 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: fl
     def sums(values: Tensor, where: Tensor, size: int) -> Tensor:
         return values.new_zeros(size).index_add_(0, where, values)
 
-    # One over the length: the steps of an episode count as one together.
+    # Weight 1 / length: the steps of an episode count as one.
     share = 1.0 / sums(torch.ones_like(x), index, len(episodes)).clamp_min(1)[index]
     group = group_of[index]
     num_groups = int(group_of.max()) + 1
-    # Weights of a group add up to 1, so that the sums below are its mean and variance.
+    # Weights sum to 1 per group, so that the sums below are its mean and variance.
     weight = share / sums(share, group, num_groups).clamp_min(1e-12)[group]
     centred = x - sums(weight * x, group, num_groups)[group]
     deviation = sums(weight * centred.square(), group, num_groups).sqrt()
-    # Advantages are differences of returns, so that their own size does not tell how far they were rounded.
+    # Advantages are differences of returns: their own magnitude does not bound their rounding error.
     magnitude = torch.maximum(x.abs(), estimate.returns[estimate.valid].double().abs())
     size = torch.zeros_like(deviation).scatter_reduce_(0, group, magnitude, "amax")
     result[estimate.valid] = (centred / divisor(deviation, size).clamp_min(min_std)[group]).to(result.dtype)
@@ -266,7 +265,7 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: fl
 
 
 def group_ids(batch: TrajectoryBatch) -> Tensor:
-    """Return ``int64[T,B]``; where a batch does not tell, every environment is a group of its own."""
+    """Return ``int64[T,B]``; without group ids in the batch, every environment is its own group."""
     if batch.group_id is not None:
         return batch.group_id
     num_steps, num_envs = batch.task_id.shape
@@ -274,13 +273,7 @@ def group_ids(batch: TrajectoryBatch) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
-    """Return ``1 - Var(returns - values) / Var(returns)`` over the valid entries; 0 where the returns do not vary.
-
-    Args:
-        values: ``float32[...]``.
-        returns: ``float32[...]``.
-        valid: ``bool[...]``.
-    """
+    """Return ``1 - Var(returns - values) / Var(returns)`` over valid entries; 0 if the returns are constant."""
     target = returns[valid].double()
     if target.numel() < 2 or not bool(divisor(target.std(), target.abs().max()).isfinite()):
         return 0.0
@@ -288,13 +281,10 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
 
 
 def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor:
-    """Return ``float32[T,B,C]``: the rewards, less ``kl.coef`` times the KL of each action if that is its placement.
+    """Return rewards ``float32[T,B,C]`` less ``kl.coef`` times the KL of each action if ``kl.placement`` is ``reward``.
 
-    The KL is that of the policy that acted from the reference, summed over the tokens of the action; that of tokens
-    which stand for a whole chunk counts with its first action.
-
-    Raises:
-        EmbodrlError: the batch has no log-probs of the reference.
+    The KL is between the acting policy and the reference, summed over the tokens of the action; tokens that stand for a
+    whole chunk count with its first action. Raises EmbodrlError without log-probs of the reference.
     """
     if not config.kl.coef or config.kl.placement != "reward":
         return batch.rewards
@@ -312,14 +302,9 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
 
 
 def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
-    """Return the advantages of a rollout as configured.
+    """Return the advantages of a rollout by the estimator ``algorithm.adv_type``.
 
-    Args:
-        batch: the rollout.
-        config: names the estimator, ``algorithm.adv_type``, which gets what its parameters name.
-
-    Raises:
-        EmbodrlError: the estimator returned something of another type or shape, or what is not finite.
+    Raises EmbodrlError if the estimator returns the wrong type or shape, or non-finite values.
     """
     arguments: dict[str, Any] = {
         "rewards": penalized_rewards(batch, config),
@@ -338,7 +323,7 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
     if config.normalization_scope == "group":
         return replace(estimate, advantages=normalize_by_group(batch, estimate, config.min_group_std))
     weights = None
-    # The loss meets the advantage of a chunk once for each valid action, so the mean has to as well.
+    # The loss sees a chunk's advantage once per valid action, so the mean must too.
     by_action = config.loss_agg == "token_mean" and config.logprob_type != "chunk_level"
     if by_action and estimate.advantages.shape[-1] == 1:
         weights = batch.valid.sum(-1, keepdim=True)
@@ -346,7 +331,7 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
 
 
 def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
-    """Return what an estimator, perhaps the user's, returned, if it is one."""
+    """Validate the output of an estimator, which may be custom."""
     if not isinstance(estimate, Advantages):
         raise EmbodrlError(
             f"adv_type '{name}' returned {type(estimate).__name__}",
@@ -373,11 +358,7 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
 
 
 def no_advantages(rewards: Tensor) -> NoReturn:
-    """Refuse: an off-policy loss takes its values from critics of its own.
-
-    Raises:
-        EmbodrlError: always; the pipeline of such a loss has no node that asks.
-    """
+    """Raise EmbodrlError: off-policy losses get values from their own critics and have no advantage node."""
     raise EmbodrlError(
         "algorithm.adv_type is none: there are no advantages",
         "leave the node 'advantage' out of the pipeline, or choose an estimator",

@@ -1,8 +1,8 @@
-"""Who acts while an expert labels what a policy sees.
+"""Choice of the acting policy while an expert labels the policy's observations.
 
 DAgger: Ross, Gordon & Bagnell 2011, "A Reduction of Imitation Learning and Structured Prediction to No-Regret Online
 Learning", arXiv 1011.0686, algorithm 3.1. HG-DAgger: Kelly et al. 2019, arXiv 1810.02890: a person decides when to take
-over and when to hand back; here the distance between the two actions stands in for that judgement.
+over and when to hand back; here the distance between the two actions replaces that judgement.
 
 Shapes: B environments, C actions in a chunk, A action dimensions.
 """
@@ -24,11 +24,9 @@ def distance(actions: NDArray[np.float32], labels: NDArray[np.float32]) -> NDArr
 
 
 def dagger(far: NDArray[np.bool_], held: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
-    """Return for how many further steps the expert has control, ``int64[B]``: ``steps`` from where it took control.
+    """Return the remaining steps of expert control, ``int64[B]``.
 
-    Args:
-        far: ``bool[B]``, the policy's action is further from the expert's than is tolerated.
-        held: ``int64[B]``, steps that the expert still had control for.
-        steps: number of steps for which it keeps control after the last action that was too far.
+    The expert keeps control for ``steps`` after the last action ``far bool[B]`` beyond the tolerance; ``held int64[B]``
+    are the steps that remained before this one.
     """
     return np.where(far, steps, np.maximum(held - 1, 0))

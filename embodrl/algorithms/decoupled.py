@@ -1,13 +1,13 @@
-"""Decoupled PPO: the policy is clipped against a recent one, whichever policy acted.
+"""Decoupled PPO: clip the policy against a recent one, whichever policy acted.
 
-Hilton et al. 2021, arXiv 2110.00641, eq. 4, and AReaL, arXiv 2505.24298, sec. 5.2. With the policy that acted b, the
-proximal policy prox (the weights when the update began) and the present one theta, the loss is
-``sum(w * surrogate(u, A)) / N`` with ``u = exp(logp_theta - logp_prox)`` and ``w = exp(logp_prox - logp_b)``.
+Hilton et al. 2021, arXiv 2110.00641, eq. 4, and AReaL, arXiv 2505.24298, sec. 5.2. With the behaviour policy b, the
+proximal policy prox (the weights at the start of the update) and the current policy theta, the loss is ``sum(w *
+surrogate(u, A)) / N`` with ``u = exp(logp_theta - logp_prox)`` and ``w = exp(logp_prox - logp_b)``.
 
-``algorithm.recompute_logprobs`` is the same with one cause: the weights are those that acted, but another engine, or
-another precision, gave their log-probs. There w is cut at ``algorithm.engine_weight_cap``: truncated importance
-sampling (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", eq.
-of TIS, whose C is 2 in verl's examples).
+``algorithm.recompute_logprobs`` uses the same weights for another reason: the weights that acted are current, but
+another engine or precision computed their log-probs. There w is capped at ``algorithm.engine_weight_cap``: truncated
+importance sampling (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training", eq. of TIS, whose C is 2 in verl's examples).
 
 Shapes: T policy steps (chunks), B environments, N chunks, C actions in a chunk, A action dimensions.
 """
@@ -29,7 +29,7 @@ from embodrl.errors import EmbodrlError
 
 OnExceed = Literal["mask", "clamp"]
 
-# Columns of a flattened rollout that carry what is known before the update.
+# Columns of a flattened rollout with quantities fixed before the update.
 PROX = "prox_logprobs"
 LOG_WEIGHTS = "behavior_log_weights"
 STALENESS = "policy_staleness"
@@ -42,11 +42,11 @@ COLUMNS = (PROX, LOG_WEIGHTS, STALENESS)
 
 @dataclass(frozen=True)
 class Proximal:
-    """What decoupling adds to the arguments of a loss.
+    """Extra arguments of a decoupled loss.
 
     Attributes:
         logprobs: ``float32[N,C,A]`` under the proximal policy, without gradient.
-        weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w after the cap, without gradient; 0 where masked by it.
+        weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w after the cap, without gradient; 0 where the cap masks it.
             None for all 1.
         metrics: ``behavior_weight_mean``, ``behavior_weight_max`` and, with a cap, ``behavior_masked_fraction`` or
             ``behavior_clamped_fraction``; see ``weight_metrics``.
@@ -58,15 +58,10 @@ class Proximal:
 
 
 def staleness_of(policy_version: Tensor, valid: Tensor, version: int) -> Tensor:
-    """Return ``int64[T,B]``: how many updates behind the policy was that chose a chunk; 0 where nothing is valid.
+    """Return ``int64[T,B]``: the age in updates of the policy that chose each chunk; 0 where nothing is valid.
 
-    Args:
-        policy_version: ``int64[T,B]``.
-        valid: ``bool[T,B,C]``.
-        version: version of the weights now.
-
-    Raises:
-        EmbodrlError: a chunk comes from weights that are not there yet.
+    ``policy_version`` is ``int64[T,B]``, ``valid`` ``bool[T,B,C]``, ``version`` the current version of the weights.
+    Raises EmbodrlError if a chunk has a newer version.
     """
     staleness = torch.where(valid.any(-1), version - policy_version, 0)
     if staleness.numel() and int(staleness.min()) < 0:
@@ -87,23 +82,20 @@ def staleness_metrics(staleness: Tensor, valid: Tensor) -> dict[str, float]:
 
 
 def mismatch_terms(logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, staleness: Tensor) -> dict[str, Tensor]:
-    """Return sum, count and largest of the differences between log-probs in training and in the rollout.
+    """Return sum, count and maximum of the absolute differences between training and rollout log-probs.
 
-    Args:
-        logprobs: ``float32[N,C,A]`` by the weights that acted, in training, without gradient.
-        old_logprobs: ``float32[N,C,A]`` of the rollout.
-        valid: ``bool[N,C]``.
-        staleness: ``int64[N]``; chunks of older weights do not count.
+    ``logprobs`` and ``old_logprobs`` are ``float32[N,C,A]`` under the weights that acted, without gradient. Only chunks
+    with ``staleness int64[N]`` 0 count, where ``valid bool[N,C]``.
     """
     counts = (valid & (staleness == 0).unsqueeze(-1)).unsqueeze(-1)
     apart = torch.where(counts, (logprobs - old_logprobs).abs(), 0.0)
-    # An empty tensor has no largest element; its sum is 0.
+    # max() of an empty tensor raises; its sum is 0.
     largest = apart.max() if apart.numel() else apart.sum()
     return {MISMATCH: apart.sum(), MISMATCH_COUNT: counts.sum().float() * apart.shape[-1], MISMATCH_MAX: largest}
 
 
 def mismatch_metrics(terms: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return mean and largest difference of ``mismatch_terms``; nothing where nothing counts."""
+    """Return mean and maximum of ``mismatch_terms``; empty if nothing counts."""
     count = float(terms[MISMATCH_COUNT])
     if not count:
         return {}
@@ -111,14 +103,14 @@ def mismatch_metrics(terms: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def loglinear_logprobs(logprobs: Tensor, old_logprobs: Tensor, staleness: Tensor) -> Tensor:
-    """Estimate the proximal log-probs between those of the policy that acted and the present ones, as AReaL does.
+    """Interpolate the proximal log-probs between the behaviour and the current policy, as AReaL does.
 
-    ``logp_b + alpha (logp_theta - logp_b)`` with ``alpha = (v_prox - v_b) / (v_theta - v_b)``. The update makes version
-    ``v_theta`` of ``v_prox = v_theta - 1``, so with the staleness ``s = v_prox - v_b`` that is ``s / (s + 1)``.
+    ``logp_b + alpha (logp_theta - logp_b)`` with ``alpha = (v_prox - v_b) / (v_theta - v_b)``. An update takes version
+    ``v_prox = v_theta - 1`` to ``v_theta``, so with the staleness ``s = v_prox - v_b`` alpha is ``s / (s + 1)``.
 
     Args:
-        logprobs: ``float32[N,C,A]`` under the present policy; no gradient flows into them.
-        old_logprobs: ``float32[N,C,A]`` under the policy that acted.
+        logprobs: ``float32[N,C,A]`` under the current policy; no gradient flows into them.
+        old_logprobs: ``float32[N,C,A]`` under the behaviour policy.
         staleness: ``int64[N]``; where it is 0 the result is ``old_logprobs``, bit-exact.
     """
     age = staleness.view(-1, 1, 1)
@@ -131,29 +123,19 @@ def log_behavior_weights(
 ) -> Tensor:
     """Return ``log w`` of tokens ``float32[N,C,A]`` or of chunks ``float32[N,1,1]``; 0 where not valid.
 
-    Args:
-        prox_logprobs: ``float32[N,C,A]``.
-        old_logprobs: ``float32[N,C,A]`` under the policy that acted.
-        valid: ``bool[N,C]``.
-        per_token: else per chunk, the product over its valid tokens.
-        length_normalized: the geometric mean instead of the product, as for the ratio.
+    Log-probs are ``float32[N,C,A]``, ``valid`` is ``bool[N,C]``. Weights are ``per_token`` or the product over a
+    chunk's valid tokens; ``length_normalized`` takes the geometric mean instead, as for the ratio.
     """
-    # A selection and not a product: an invalid place may hold NaN.
+    # A selection, not a product: an invalid entry may be NaN.
     tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
     return reduce_to_ratio(tokens, valid, "token_level" if per_token else "chunk_level", length_normalized)[0]
 
 
 def log_episode_weights(prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, episodes: Episodes) -> Tensor:
-    """Return ``log w`` of the episode that a chunk belongs to, ``float32[T,B]``; 0 where there is none.
+    """Return ``log w`` of the episode each chunk belongs to, ``float32[T,B]``; 0 where there is none.
 
-    ``w`` is the geometric mean over the valid tokens of the episode: the product over some thousands of tokens would be
-    0 or infinite.
-
-    Args:
-        prox_logprobs: ``float32[T,B,C,A]``.
-        old_logprobs: ``float32[T,B,C,A]`` under the policy that acted.
-        valid: ``bool[T,B,C]``.
-        episodes: episodes of the rollout.
+    ``w`` is the geometric mean over the valid tokens of the episode: a product over thousands of tokens would be 0 or
+    infinite. Log-probs are ``float32[T,B,C,A]``, ``valid`` is ``bool[T,B,C]``.
     """
     live = episodes.index >= 0
     tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
@@ -162,13 +144,13 @@ def log_episode_weights(prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tens
     total = zeros.index_add(0, episodes.index[live], tokens.double().sum((-1, -2))[live])
     length = zeros.index_add(0, episodes.index[live], count)
     result = torch.zeros(valid.shape[:2], device=valid.device)
-    # The logarithm of the geometric mean is the mean of the log-ratios.
+    # The log of the geometric mean is the mean of the log ratios.
     result[live] = (total / length).float()[episodes.index[live]]
     return result
 
 
 def cap_weights(log_weights: Tensor, cap: float | None, on_exceed: OnExceed) -> tuple[Tensor, Tensor]:
-    """Return w and where it was above the cap (``bool``); there it is 0 (mask) or the cap (clamp)."""
+    """Return w and where it exceeded the cap (``bool``); there it is 0 (mask) or the cap (clamp)."""
     weights = log_weights.exp()
     if cap is None:
         return weights, torch.zeros_like(weights, dtype=torch.bool)
@@ -179,16 +161,17 @@ def cap_weights(log_weights: Tensor, cap: float | None, on_exceed: OnExceed) -> 
 def weight_metrics(
     log_weights: Tensor, weights: Tensor, exceeds: Tensor, mask: Tensor, num_ratios: Tensor
 ) -> dict[str, Tensor]:
-    """Return the mean of w after the cap and its largest value before, and the part above the cap, over the ratios.
+    """Return the mean of w after the cap, its maximum before the cap, and the fraction above the cap, over the ratios.
 
     Args:
-        log_weights: logarithms of the weights of tokens or chunks before the cap.
+        log_weights: log weights of tokens or chunks before the cap.
         weights: weights after the cap.
         exceeds: ``bool``, above the cap.
         mask: ``bool``, the valid ratios, to which the others broadcast.
-        num_ratios: of the whole minibatch, so that those of micro-batches add up; the largest value is one of its own.
+        num_ratios: number of ratios in the whole minibatch, so that micro-batches add up; the maximum is per
+            micro-batch.
     """
-    # The exponential may overflow, and a metric must stay finite.
+    # The exponential may overflow; a metric must stay finite.
     highest = torch.finfo(log_weights.dtype).max
     largest = torch.where(mask, log_weights.exp().clamp(max=highest), 0.0)
     return {
@@ -199,16 +182,16 @@ def weight_metrics(
 
 
 def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None) -> None:
-    """Put what the weights at the beginning of an update say into a rollout, before its advantages are estimated.
+    """Replace a rollout's log-probs and values by those of the weights before the update.
 
-    The critic that acted would hold back the one that learns: advantages would be relative to it, and the clip of the
-    values would not let them leave it. Observations after the rollout and after truncated episodes are not kept. What
-    the critic that acted said of them is shifted by as much as its value of the chunk before has changed; where they
-    were valued with other weights than the chunk (``value_version``), they stay.
+    Advantages relative to the behaviour critic would hold back the learning critic, and the value clip would tie it to
+    the old values. Observations after the rollout and after truncated episodes are not kept: their values are shifted
+    by the change of the preceding chunk's value, except where other weights than the chunk's computed them
+    (``value_version``).
 
     Args:
-        batch: its columns are replaced.
-        logprobs: ``float32[T,B,C,A]``, as ``TrainEngine.proximal`` gives them.
+        batch: rollout, modified in place.
+        logprobs: ``float32[T,B,C,A]`` from ``OnPolicyUpdate.proximal``.
         values: ``float32[T,B,K]``, or None.
     """
     batch.prox_logprobs = logprobs
@@ -216,7 +199,7 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
         return
     old = batch["values"]
     ends = batch.values[-1:]
-    # The value of a chunk's last action is the nearest to what comes after it.
+    # The value of a chunk's last action is the nearest to the following observation.
     last = (batch.valid.sum(-1, keepdim=True) - 1).clamp(0, old.shape[-1] - 1)
     shift = (values - old).gather(-1, last)
     if batch.value_version is not None:
@@ -230,13 +213,8 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
 def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:
     """Return the columns ``[T,B,...]`` that minibatches carry for ``proximal_terms``; none without proximal log-probs.
 
-    Args:
-        batch: the rollout.
-        algorithm: section ``algorithm`` of the run.
-        staleness: ``int64[T,B]``, in updates that changed the policy.
-
-    Raises:
-        EmbodrlError: the log-probs under the proximal policy are wanted and not there.
+    ``staleness int64[T,B]`` counts updates that changed the policy. Raises EmbodrlError if the log-probs under the
+    proximal policy are required but missing.
     """
     decoupled = algorithm.decoupled
     if not decoupled.enabled:
@@ -253,7 +231,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
     if prox is None:
         raise EmbodrlError(
             "algorithm.decoupled.prox=recompute needs the log-probs under the weights before the update",
-            "call set_proximal(batch, *engine.proximal(batch, algorithm)) before engine.update",
+            "call set_proximal(batch, *update.proximal(batch)) before update.update",
             code="prox-logprobs-missing",
         )
     if decoupled.level == "episode":
@@ -268,11 +246,8 @@ def proximal_terms(
 ) -> Proximal | None:
     """Return the proximal log-probs and behaviour weights of a micro-batch; None without either.
 
-    Args:
-        micro: flat, with what ``proximal_columns`` gave.
-        logprobs: ``float32[N,C,A]`` under the present policy.
-        algorithm: section ``algorithm`` of the run.
-        counts: counts of the whole minibatch.
+    ``micro`` is flat with the columns of ``proximal_columns``, ``logprobs`` is ``float32[N,C,A]`` under the current
+    policy, ``counts`` are those of the whole minibatch.
     """
     decoupled = algorithm.decoupled
     old = micro.logprobs

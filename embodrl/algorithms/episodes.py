@@ -1,7 +1,4 @@
-"""Episodes within a rollout.
-
-Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes.
-"""
+"""Episodes within a rollout. Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes."""
 
 from __future__ import annotations
 
@@ -14,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Episodes:
-    """Which chunk belongs to which episode.
+    """Assignment of chunks to episodes.
 
     Attributes:
         index: ``int64[T,B]``, 0 to E - 1; -1 where a chunk has no valid action.
         column: ``int64[E]``, the environment.
         start: ``int64[E]``, the first chunk.
         end: ``int64[E]``, the last chunk with a valid action.
-        lost: ``bool[E]``, a fault ended it: what it would have earned is not known.
+        lost: ``bool[E]``, a fault ended it, so that its return is unknown.
     """
 
     index: Tensor
@@ -34,7 +31,7 @@ class Episodes:
         return len(self.column)
 
     def of(self, per_chunk: Tensor) -> Tensor:
-        """Return ``[E]`` of ``[T,B]``: what stands at the last chunk of each episode."""
+        """Return the entries of ``[T,B]`` at the last chunk of each episode, ``[E]``."""
         return per_chunk[self.end, self.column]
 
     def groups(self, group_id: Tensor) -> Tensor:
@@ -44,26 +41,24 @@ class Episodes:
 
 
 def unique_inverse(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the different entries, sorted, and for each entry of ``x`` which of them it is."""
-    # torch does not say what Tensor.unique returns
+    """Return the sorted unique entries, and for each entry of ``x`` its index among them."""
+    # torch does not annotate the return type of Tensor.unique
     return cast("Any", x).unique(return_inverse=True, dim=dim)
 
 
 def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Episodes:
-    """Find the episodes of a rollout; one that continues at its end counts as far as it got.
+    """Split a rollout into episodes; an episode that continues after the rollout counts as far as it got.
 
-    Args:
-        valid: ``bool[T,B,C]``.
-        terminated: ``bool[T,B,C]``.
-        truncated: ``bool[T,B,C]``; at the first action of a chunk without valid ones it marks an episode that was lost.
+    Arguments are ``bool[T,B,C]``; ``truncated`` at the first action of a chunk without valid actions marks a lost
+    episode.
     """
     num_steps, num_envs, _ = valid.shape
     live = valid.any(-1)
     lost = ~live & truncated[..., 0]
     done = ((terminated | truncated) & valid).any(-1) | lost
-    # Number of the episode within its environment: how many have ended before this chunk.
+    # Index of the episode within its environment: the number of episodes ended before this chunk.
     ordinal = torch.cat([torch.zeros(1, num_envs, dtype=torch.int64, device=valid.device), done.long().cumsum(0)[:-1]])
-    # Episodes of all environments in one row of numbers.
+    # Unique keys across all environments.
     key = ordinal * num_envs + torch.arange(num_envs, device=valid.device)
     names, position = unique_inverse(key[live])
     index = torch.full_like(key, -1)
@@ -73,25 +68,19 @@ def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Epis
     end = torch.zeros_like(start)
     start.scatter_reduce_(0, position, steps, "amin")
     end.scatter_reduce_(0, position, steps, "amax")
-    # The chunk of the fault has the key of the episode that it ended.
+    # The chunk of the fault has the key of the episode it ended.
     return Episodes(index, names % num_envs if num_envs else names, start, end, torch.isin(names, key[lost]))
 
 
 def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: int, by_episode: bool) -> Tensor:
-    """Return weights of chunks with which a mean over ratios becomes one over episodes.
+    """Return per-chunk weights ``float32[T,B]`` that turn a mean over ratios into a mean over episodes.
 
-    With them ``sum(w * x) / N`` over the N elements (ratios) of a rollout is, by episode, the mean over the episodes of
-    the means within each (DeepSeekMath, arXiv 2402.03300, eq. 3: ``1/G sum 1/|o|``); else the mean over the episodes of
+    ``sum(w * x) / N`` over the N elements (ratios) of a rollout then is, with ``by_episode``, the mean over episodes of
+    the mean within each (DeepSeekMath, arXiv 2402.03300, eq. 3: ``1/G sum 1/|o|``); otherwise the mean over episodes of
     sums divided by a fixed length, so that long episodes are not weighted down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
 
-    Args:
-        episodes: episodes of the rollout.
-        num_elements: ``int64[T,B]``, elements of each chunk that train; an episode without any does not count.
-        rollout_length: elements of an environment that is never idle.
-        by_episode: see above.
-
-    Returns:
-        ``float32[T,B]``, 0 where nothing trains.
+    ``num_elements int64[T,B]`` counts the training elements of each chunk; an episode without any does not count.
+    ``rollout_length`` is that of an environment that is never idle.
     """
     index = episodes.index
     live = (index >= 0) & (num_elements > 0)
@@ -103,6 +92,6 @@ def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: in
     length.index_add_(0, index[live], num_elements[live].float())
     num_episodes = int((length > 0).sum())
     per_chunk = length[index[live]] if by_episode else float(rollout_length)
-    # Cancels the 1/N of the loss, so that the mean over ratios becomes the one that is wanted.
+    # Cancels the 1/N of the loss.
     weights[live] = total / (num_episodes * per_chunk)
     return weights

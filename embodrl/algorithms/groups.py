@@ -1,7 +1,7 @@
-"""Advantages without a critic: the return of an episode relative to those of its group.
+"""Critic-free advantages: the return of an episode relative to the returns of its group.
 
-Shapes: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C), E episodes,
-S reward steps (T at chunk level, T*C at action level).
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C), E episodes, S reward
+steps (T at chunk level, T*C at action level).
 """
 
 from __future__ import annotations
@@ -26,17 +26,11 @@ def grpo(
     """Group relative advantages (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2): ``A = R - mean(R of the group)``.
 
     Every step of an episode gets the same advantage. Division by the group's standard deviation is normalisation with
-    scope ``group``; without it this is the estimator of Dr. GRPO (arXiv 2503.20783). Episodes form a group if they have
-    one ``group_id`` and began at the same chunk. Lost episodes are not compared and get 0.
+    scope ``group``; without it this is the estimator of Dr. GRPO (arXiv 2503.20783). Episodes form a group if they
+    share a ``group_id int64[T,B]`` and began at the same chunk. Lost episodes are excluded and get 0.
 
-    Args:
-        rewards: ``float32[T,B,C]``.
-        valid: ``bool[T,B,C]``.
-        terminated: ``bool[T,B,C]``.
-        truncated: ``bool[T,B,C]``.
-        group_id: ``int64[T,B]``.
-        gamma: discount per reward step, counted from the start of the episode; 1 for the plain sum.
-        reward_type: whether a reward step is a chunk or an action.
+    Other tensors are ``[T,B,C]``. ``gamma`` discounts reward steps (chunks or actions, ``reward_type``) from the start
+    of the episode; 1 is the plain sum.
     """
     return _against_group(rewards, valid, terminated, truncated, group_id, gamma, reward_type, leave_one_out=False)
 
@@ -51,9 +45,9 @@ def rloo(
     gamma: float,
     reward_type: RewardType = "chunk_level",
 ) -> Advantages:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, eq. 7): less the mean of the others' returns.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, eq. 7): less the mean of the other returns.
 
-    An episode that is alone in its group has nothing to be compared with and gets 0. Arguments are those of ``grpo``.
+    An episode alone in its group has no baseline and gets 0. Arguments as in ``grpo``.
     """
     return _against_group(rewards, valid, terminated, truncated, group_id, gamma, reward_type, leave_one_out=True)
 
@@ -67,9 +61,9 @@ def reinforce_pp(
     gamma: float,
     reward_type: RewardType = "chunk_level",
 ) -> Advantages:
-    """REINFORCE++ (Hu 2025, arXiv 2501.03262): the discounted rewards to come, to be normalised over the batch.
+    """REINFORCE++ (Hu 2025, arXiv 2501.03262): discounted rewards-to-go, to be normalised over the batch.
 
-    Its KL penalty is ``algorithm.kl`` with placement ``reward``. Lost episodes get 0. Arguments are those of ``grpo``.
+    Its KL penalty is ``algorithm.kl`` with placement ``reward``. Lost episodes get 0. Arguments as in ``grpo``.
     """
     episodes = split_episodes(valid, terminated, truncated)
     reward, live, index = _known_steps(rewards, valid, episodes, reward_type)
@@ -103,7 +97,7 @@ def episode_returns(
 def _reward_steps(
     rewards: Tensor, valid: Tensor, episodes: Episodes, reward_type: RewardType
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rewards ``float64[S,B]``, whether they count ``bool[S,B]``, and their episode ``int64[S,B]``."""
+    """Return rewards ``float64[S,B]``, their mask ``bool[S,B]``, and their episode ``int64[S,B]``."""
     reward, live = to_reward_steps(rewards, valid, reward_type)
     index = episodes.index
     if reward_type == "action_level":
@@ -114,9 +108,9 @@ def _reward_steps(
 def _known_steps(
     rewards: Tensor, valid: Tensor, episodes: Episodes, reward_type: RewardType
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``_reward_steps``, where the steps of lost episodes do not count."""
+    """Like ``_reward_steps``, with the steps of lost episodes masked."""
     reward, live, index = _reward_steps(rewards, valid, episodes, reward_type)
-    lost = torch.cat([episodes.lost, episodes.lost.new_ones(1)])  # the last one serves the index -1
+    lost = torch.cat([episodes.lost, episodes.lost.new_ones(1)])  # the last entry serves the index -1
     return reward, live & ~lost[index], index
 
 
@@ -137,15 +131,15 @@ def _against_group(
     num_groups = int(group.max()) + 1 if len(episodes) else 0
     zeros = returns.new_zeros(num_groups)
     count = zeros.clone().index_add_(0, group[known], torch.ones_like(returns[known]))
-    # From the least of the group: returns above it by no more than their rewards were rounded by are equal to it, and
-    # give 0 instead of an error that normalisation would blow up.
+    # Relative to the group's minimum: returns above it by no more than the rounding error of their rewards equal it and
+    # give 0, instead of an error that normalisation would magnify.
     least = torch.full_like(zeros, torch.inf).scatter_reduce_(0, group[known], returns[known], "amin")
     magnitude = episode_returns(rewards.abs(), valid, episodes, gamma, reward_type)
     size = zeros.clone().scatter_reduce_(0, group[known], magnitude[known], "amax")
     above = torch.where(known, returns - least[group], 0.0)
     above = torch.where(above > ROUNDING * size[group], above, 0.0)
     mean = zeros.clone().index_add_(0, group[known], above[known]) / count.clamp_min(1)
-    # A = R - mean(R of the group), both counted from the least.
+    # A = R - mean(R of the group), both relative to the minimum.
     advantage = above - mean[group]
     if leave_one_out:
         # R - (n mean - R) / (n - 1) = n / (n - 1) * (R - mean)

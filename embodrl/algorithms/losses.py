@@ -2,8 +2,8 @@
 
 Shapes: N chunks, C actions in a chunk, A action dimensions (tokens per action), K values per chunk (1 or C).
 
-Every term is a sum over valid elements divided by a count. Pass the counts of a whole minibatch, and the losses and
-metrics of its micro-batches add up to those of the minibatch, however the valid elements are spread over them.
+Every term is a sum over valid elements divided by a count. With the counts of the whole minibatch, losses and metrics
+of its micro-batches add up exactly, however the valid elements are distributed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Surrogate = Literal["ratio", "log_ratio"]
 
 @dataclass(frozen=True)
 class LossCounts:
-    """How many valid elements each term averages over (scalar tensors, at least 1)."""
+    """Number of valid elements each term averages over (scalar tensors, at least 1)."""
 
     tokens: Tensor
     policy: Tensor
@@ -34,32 +34,28 @@ class LossCounts:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss with its gradient, and detached scalars to log.
+    """A differentiable loss and detached scalars to log.
 
-    Metrics of micro-batches and updates are added up and averaged; of those whose name ends in ``_max`` the largest
-    counts.
+    Metrics are summed over micro-batches and averaged over updates; names ending in ``_max`` are reduced by maximum.
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
+def is_largest(name: str) -> bool:
+    """Whether a metric is reduced by maximum instead of sum (micro-batches) and mean (updates)."""
+    return name.endswith("_max")
+
+
 def count_elements(
     valid: Tensor, *, action_dim: int, logprob_type: Level, entropy_type: Level = "token_level", num_values: int = 1
 ) -> LossCounts:
-    """Count the elements of each term of a loss.
-
-    Args:
-        valid: ``bool[N,C]``.
-        action_dim: A.
-        logprob_type: level of the ratio.
-        entropy_type: level of the entropy.
-        num_values: K.
-    """
+    """Count the elements of each term of a loss, for ``valid bool[N,C]``, A = ``action_dim`` and K = ``num_values``."""
 
     def count(level: Level) -> Tensor:
         mask = valid.any(-1) if level == "chunk_level" else valid
-        # At least 1: a minibatch without a valid element has the loss 0 and not NaN.
+        # At least 1: a minibatch without valid elements has loss 0, not NaN.
         return (mask.sum() * (action_dim if level == "token_level" else 1)).clamp_min(1).float()
 
     value_level: Level = "action_level" if num_values == valid.shape[1] else "chunk_level"
@@ -67,15 +63,10 @@ def count_elements(
 
 
 def reduce_to_level(x: Tensor, valid: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Sum per-token numbers to a level.
+    """Sum per-token values ``float32[N,C,A]`` to a level: token, action (over A), or chunk (over the valid C and A).
 
-    Args:
-        x: ``float32[N,C,A]``, e.g. log-probs; what stands in invalid actions is dropped, NaN included.
-        valid: ``bool[N,C]``.
-        level: token keeps, action sums over A, chunk sums over the valid C and A.
-
-    Returns:
-        the numbers and their mask, both ``[N,C,A]``, ``[N,C,1]`` or ``[N,1,1]``.
+    Entries of invalid actions are dropped, NaN included. Returns values and mask, both ``[N,C,A]``, ``[N,C,1]`` or
+    ``[N,1,1]``.
     """
     mask = valid.unsqueeze(-1)
     x = torch.where(mask, x, 0.0)
@@ -87,7 +78,7 @@ def reduce_to_level(x: Tensor, valid: Tensor, level: Level) -> tuple[Tensor, Ten
 
 
 def element_counts(valid: Tensor, action_dim: int, level: Level) -> Tensor:
-    """Return ``int64[...]``, how many ratios a chunk has at a level; ``valid bool[...,C]``."""
+    """Return ``int64[...]``, the number of ratios per chunk at a level; ``valid bool[...,C]``."""
     if level == "chunk_level":
         return valid.any(-1).long()
     return valid.sum(-1) * (action_dim if level == "token_level" else 1)
@@ -108,7 +99,7 @@ def reduce_to_ratio(log_ratio: Tensor, valid: Tensor, level: Level, length_norma
 def _surrogate(
     log_ratio: Tensor, weight: Tensor, kind: Surrogate, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the clipped surrogate, and where a ratio is outside its range; all broadcast to ``log_ratio``."""
+    """Return the clipped surrogate and where a ratio is out of range; all arguments broadcast to ``log_ratio``."""
     ratio = bounded_exp(log_ratio)
     if kind == "ratio":
         value = ratio
@@ -149,42 +140,42 @@ def actor_loss(
     behavior_weights: Tensor | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
-    """The clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with one clip range a side, and entropy.
+    """Clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with separate clip ranges, and entropy.
 
     Variants: dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5); the length-normalised ratio of GSPO (Zheng et al.
-    2025, arXiv 2507.18071, eq. 7), the sequence being a chunk, that is what the policy answers to one observation; the
-    log ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504).
+    2025, arXiv 2507.18071, eq. 7), the sequence being a chunk, i.e. the policy's answer to one observation; the log
+    ratio in place of the ratio and the policy drift of CPGD (Liu et al. 2025, arXiv 2505.12504).
 
     Args:
-        logprobs: ``float32[N,C,A]`` under the present policy.
-        old_logprobs: ``float32[N,C,A]`` under the policy that acted.
+        logprobs: ``float32[N,C,A]`` under the current policy.
+        old_logprobs: ``float32[N,C,A]`` under the behaviour policy.
         advantages: ``float32[N,K]``.
         valid: ``bool[N,C]``.
         logprob_type: level of the ratio; chunk level needs K = 1.
-        clip_ratio_low: the ratio is clipped from below to 1 - low.
-        clip_ratio_high: and from above to 1 + high.
-        clip_ratio_dual: largest value of a ratio with a negative advantage; None for no limit but that of
-            ``bounded_exp``.
-        length_normalized_ratio: the ratio of an action or chunk is the geometric mean over its tokens.
-        surrogate: what the advantage multiplies.
-        drift_coef: weight of the KL from the policy that acted.
-        ref_logprobs: ``float32[N,C,A]`` under the reference policy; needed where ``kl_coef`` is not 0.
+        clip_ratio_low: lower clip bound of the ratio is 1 - low.
+        clip_ratio_high: upper clip bound of the ratio is 1 + high.
+        clip_ratio_dual: largest ratio with a negative advantage; None for no bound but that of ``bounded_exp``.
+        length_normalized_ratio: use the geometric mean over the tokens as the ratio of an action or chunk.
+        surrogate: quantity multiplied by the advantage.
+        drift_coef: weight of the KL from the behaviour policy.
+        ref_logprobs: ``float32[N,C,A]`` under the reference policy; required if ``kl_coef`` is not 0.
         kl_coef: weight of the KL to the reference.
         kl_estimator: estimator of that KL.
         entropy: ``float32[N,C,A]`` in nats, or None.
-        entropy_type: level of its average.
+        entropy_type: level the entropy is averaged at.
         entropy_bonus: weight of the entropy.
-        weights: ``float32[N]`` of the chunks in all but the entropy, 1 on average over the ratios; None for all 1.
-        prox_logprobs: ``float32[N,C,A]``; ratio and drift are relative to it if given (decoupled PPO, decoupled.py).
+        weights: ``float32[N]``, chunk weights of every term but the entropy, 1 on average over the ratios; None for all
+            1.
+        prox_logprobs: ``float32[N,C,A]``; if given, ratio and drift are relative to it (decoupled PPO, decoupled.py).
         behavior_weights: ``float32[N,1,1]``, or of the ratios' shape, factors of surrogate and drift; None for all 1.
-        counts: counts of the whole minibatch; None takes this batch for the minibatch.
+        counts: counts of the whole minibatch; None if this batch is the minibatch.
 
     Returns:
-        the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``ratio_mean`` (both with the
-        behaviour weights), ``clip_fraction`` (outside the range); if requested ``entropy``, ``drift``, ``ref_kl``.
+        loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``ratio_mean`` (both with the
+            behaviour weights), ``clip_fraction`` (out of range); if requested ``entropy``, ``drift``, ``ref_kl``.
 
     Raises:
-        EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.
+        EmbodrlError: advantages or behaviour weights are finer than the ratio, or a KL lacks reference log-probs.
     """
     check_levels(logprob_type, advantages)
     counts = counts or count_elements(
@@ -210,11 +201,7 @@ def actor_loss(
 
 
 def check_levels(logprob_type: Level, advantages: Tensor) -> None:
-    """Refuse advantages that are finer than the ratio.
-
-    Raises:
-        EmbodrlError: they are.
-    """
+    """Raise EmbodrlError if advantages are finer than the ratio."""
     if logprob_type == "chunk_level" and advantages.shape[1] != 1:
         raise EmbodrlError(
             "a ratio per chunk can't be weighted by an advantage per action",
@@ -231,9 +218,9 @@ def _policy_loss(
     drift_coef: float,
     num_ratios: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss, with the drift, and the drift by itself if it has a weight.
+    """Return the loss including the drift, and the drift alone if it has a weight.
 
-    ``factors`` are behaviour weights of ratios and weights of chunks. What a weight of 0 masks is still counted.
+    ``factors`` are the behaviour weights of ratios and the weights of chunks. Elements with weight 0 still count.
     """
     behavior, of_chunks = factors
     if behavior is not None and behavior.shape not in (mask.shape, (len(mask), 1, 1)):
@@ -246,7 +233,7 @@ def _policy_loss(
     def mean(x: Tensor) -> Tensor:
         return total(torch.where(mask, x if behavior is None else behavior * x, 0.0), of_chunks) / num_ratios
 
-    # The surrogate is maximised.
+    # Maximise the surrogate.
     loss = -mean(objective)
     if not drift_coef:
         return loss, {}
@@ -255,7 +242,7 @@ def _policy_loss(
 
 
 def total(x: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sum of ``[N,...,...]``, each chunk weighted if there are weights."""
+    """Sum ``[N,...,...]``, weighted per chunk if weights are given."""
     return (x if weights is None else x * weights.view(-1, 1, 1)).sum()
 
 
@@ -274,8 +261,8 @@ def _ratio_metrics(
         kl = bounded.expm1() - bounded
         ratio = bounded_exp(log_ratio)
         if behavior_weights is not None:
-            # Both are means under the proximal policy, of tokens that another one drew: those that it would hardly
-            # draw have ratios without bound.
+            # Both are means under the proximal policy over tokens drawn by another policy: tokens unlikely under that
+            # one have unbounded ratios.
             kl = behavior_weights * kl
             ratio = behavior_weights * ratio
         return {
@@ -292,7 +279,7 @@ def _reference_kl(logprobs: Tensor, ref_logprobs: Tensor | None, valid: Tensor, 
             "a KL to the reference needs its log-probs", "pass ref_logprobs, or kl_coef=0", code="reference-missing"
         )
     mask = valid.unsqueeze(-1)
-    # Selections before and after: neither a NaN nor its gradient may come out of a masked place.
+    # Select before and after: a masked entry must produce neither NaN nor a NaN gradient.
     present = torch.where(mask, logprobs, 0.0)
     reference = torch.where(mask, ref_logprobs, 0.0)
     return kl_per_token(present, reference, estimator)
@@ -310,19 +297,19 @@ def value_loss(
 ) -> LossOutput:
     """Half the squared error (Schulman et al. 2017, eq. 9), with the change of the value clipped as in OpenAI's code.
 
-    With ``huber_delta`` the error counts linearly beyond it (Huber 1964): ``delta * (|e| - delta / 2)``.
+    Beyond ``huber_delta`` the error is linear (Huber 1964): ``delta * (|e| - delta / 2)``.
 
     Args:
-        values: ``float32[N,K]``, the present ones.
-        old_values: ``float32[N,K]``, those of the rollout.
+        values: ``float32[N,K]``, current values.
+        old_values: ``float32[N,K]``, values of the rollout.
         returns: ``float32[N,K]``.
         valid: ``bool[N,C]``.
         value_clip: largest change that lowers the loss; None for no clip.
-        huber_delta: error up to which the loss is quadratic; None for everywhere.
-        counts: counts of the whole minibatch; None takes this batch for the minibatch.
+        huber_delta: largest error in the quadratic range; None for quadratic everywhere.
+        counts: counts of the whole minibatch; None if this batch is the minibatch.
 
     Returns:
-        the loss, and ``value_loss`` and ``value_clip_fraction``.
+        loss, ``value_loss`` and ``value_clip_fraction``.
     """
     mask = valid if values.shape[1] == valid.shape[1] else valid.any(-1, keepdim=True)
     count = mask.sum().clamp_min(1).float() if counts is None else counts.values
@@ -335,13 +322,13 @@ def value_loss(
         clipped_error = _squared(old_error + change.clamp(-value_clip, value_clip), huber_delta)
         error = torch.maximum(error, clipped_error)
         clipped_fraction = (change.detach().abs() > value_clip).sum() / count
-    # Half the squared error, as both terms of the maximum are squares.
+    # Half the squared error: both terms of the maximum are squares.
     loss = 0.5 * error.sum() / count
     return LossOutput(loss, {"value_loss": loss.detach(), "value_clip_fraction": clipped_fraction})
 
 
 def _squared(error: Tensor, huber_delta: float | None) -> Tensor:
-    """Return the square, or twice Huber's loss, which is the square up to ``huber_delta``."""
+    """Return the square, or twice Huber's loss, which equals the square up to ``huber_delta``."""
     if huber_delta is None:
         return error.square()
     size = error.abs()
@@ -362,10 +349,7 @@ def actor_critic_loss(
 ) -> LossOutput:
     """``actor_loss`` plus ``value_loss_coef`` times ``value_loss`` (Schulman et al. 2017, eq. 9).
 
-    Args and metrics are those of the two parts.
-
-    Raises:
-        EmbodrlError: as ``actor_loss``.
+    Arguments, metrics and errors are those of the two parts.
     """
     policy = actor_loss(valid=valid, counts=counts, **actor)
     critic = value_loss(

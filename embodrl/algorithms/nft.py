@@ -1,12 +1,12 @@
 """Negative-aware fine-tuning of flow policies, without likelihoods.
 
-A velocity ``v`` is mirrored at that of the policy that acted, ``v+- = v_old +- beta (v - v_old)``: what is learned from
-failures moves ``v-``, and so ``v`` the other way. With ``e`` what a velocity misses its target by, the energies are
-``E+- = |e_old +- beta (e - e_old)|^2``, and ``y`` in -1 to 1 says how good the chunk was.
+A velocity ``v`` is mirrored at the velocity ``v_old`` of the behaviour policy, ``v+- = v_old +- beta (v - v_old)``:
+failures move ``v-``, and so push ``v`` the other way. With ``e`` the error of a velocity against its target, the
+energies are ``E+- = |e_old +- beta (e - e_old)|^2``, and ``y`` in -1 to 1 rates the chunk.
 
 * ``weighted``: ``r E+ + (1 - r) E-`` with ``r = (1 + y) / 2``: DiffusionNFT (Zheng et al. 2025, arXiv 2509.16117),
-  whose targets are those of the forward process (``model.flow.method=cfm``). Its weighting of the times is not applied:
-  the velocity's error counts as it is.
+  whose targets come from the forward process (``model.flow.method=cfm``). Its time weighting is not applied: the
+  velocity error is used as is.
 * ``contrastive``: ``softplus(y (E+ - E-) / 2)``: pi-StepNFT (Wang et al. 2026, arXiv 2603.02083, section 4.2), whose
   target is the next point of the stochastic chain (``flow_sde``), in standard deviations of the step.
 
@@ -44,44 +44,44 @@ def nft_loss(
     advantages: Tensor,
     valid: Tensor,
     logprob_type: Level,
-    nft_objective: Objective,
-    nft_beta: float,
-    nft_max_advantage: float,
+    objective: Objective,
+    beta: float,
+    max_advantage: float,
     weights: Tensor | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
-    """The objective of the module's docstring, averaged over tokens, actions or chunks.
+    """Objective of the module docstring, averaged over tokens, actions or chunks.
 
     Args:
-        errors: ``float32[R,N,C,A]``, what the present velocities miss their targets by.
-        old_errors: the same of the policy that acted.
-        logprobs: ``float32[R,C,A]``, for metrics and ``algorithm.target_kl`` alone, as the next.
+        errors: ``float32[R,N,C,A]``, errors of the current velocities against their targets.
+        old_errors: ``float32[R,N,C,A]``, errors of the behaviour policy's velocities.
+        logprobs: ``float32[R,C,A]``, used only for metrics and ``algorithm.target_kl``, like ``old_logprobs``.
         old_logprobs: ``float32[R,C,A]``.
-        advantages: ``float32[R,K]``; ``y`` is their part of ``nft_max_advantage``, at most 1.
+        advantages: ``float32[R,K]``; ``y`` is the advantage over ``max_advantage``, clipped to 1.
         valid: ``bool[R,C]``.
-        logprob_type: over what errors are summed for one ``E+-``; chunk level needs K = 1.
-        nft_objective: see above.
-        nft_beta: beta, above 0.
-        nft_max_advantage: advantages of this and more have ``y = 1``.
+        logprob_type: level over which errors are summed for one ``E+-``; chunk level needs K = 1.
+        objective: ``weighted`` or ``contrastive``.
+        beta: mirroring factor, above 0.
+        max_advantage: advantages of this size and more have ``y = 1``.
         weights: ``float32[R]`` of the chunks, 1 on average; None for all 1.
-        counts: of the whole minibatch; None takes this batch for the minibatch.
+        counts: counts of the whole minibatch; None if this batch is the minibatch.
 
     Returns:
-        the loss, and ``policy_loss``, ``approx_kl`` (per token; k3), ``energy_gap`` (mean of ``y (E- - E+)``: 0 before
-        the first step, above it where good chunks are nearer to ``v+`` and bad ones to ``v-``) and ``error`` (mean
-        square of ``errors``).
+        loss, and ``policy_loss``, ``approx_kl`` (per token; k3), ``energy_gap`` (mean of ``y (E- - E+)``: 0 before the
+            first step, positive where good chunks are nearer to ``v+`` and bad ones to ``v-``) and ``error`` (mean
+            square of ``errors``).
 
     Raises:
         EmbodrlError: advantages are finer than ``logprob_type``.
     """
     check_levels(logprob_type, advantages)
     counts = counts or count_elements(valid, action_dim=logprobs.shape[2], logprob_type=logprob_type)
-    moved = nft_beta * (errors - old_errors)
+    moved = beta * (errors - old_errors)
     near, _ = reduce_to_level((old_errors + moved).square().mean(1), valid, logprob_type)
     far, mask = reduce_to_level((old_errors - moved).square().mean(1), valid, logprob_type)
-    y = (advantages / nft_max_advantage).clamp(-1.0, 1.0).unsqueeze(-1)
+    y = (advantages / max_advantage).clamp(-1.0, 1.0).unsqueeze(-1)
     gap = y * (near - far)
-    per_element = functional.softplus(0.5 * gap) if nft_objective == "contrastive" else 0.5 * (near + far + gap)
+    per_element = functional.softplus(0.5 * gap) if objective == "contrastive" else 0.5 * (near + far + gap)
     loss = total(torch.where(mask, per_element, 0.0), weights) / counts.policy
     with torch.no_grad():
         log_ratio = torch.where(valid.unsqueeze(-1), logprobs - old_logprobs, 0.0)

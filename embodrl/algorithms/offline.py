@@ -1,4 +1,4 @@
-"""The equations of offline algorithms, as pure functions: implicit Q-learning (IQL) and RECAP.
+"""Equations of offline algorithms, as pure functions: implicit Q-learning (IQL) and RECAP.
 
 IQL: Kostrikov et al. 2021, "Offline Reinforcement Learning with Implicit Q-Learning", arXiv 2110.06169. RECAP: Physical
 Intelligence 2025, "pi*0.6: a VLA That Learns From Experience", arXiv 2511.14759.
@@ -13,28 +13,23 @@ from torch import Tensor
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """Return ``|tau - 1(u < 0)| u^2``, ``float32[N]`` (IQL's equation 5).
+    """Return ``|tau - 1(u < 0)| u^2``, ``float32[N]``, for ``u = Q(s, a) - V(s)``, ``float32[N]`` (IQL's equation 5).
 
-    Args:
-        difference: ``u = Q(s, a) - V(s)``, ``float32[N]``.
-        expectile: tau; 0.5 is the mean squared error, towards 1 V becomes the largest Q among the actions of the data.
+    tau = 0.5 is the mean squared error; towards 1, V approaches the largest Q among the dataset's actions.
     """
     return torch.where(difference < 0, 1.0 - expectile, expectile) * difference.square()
 
 
 def advantage_weights(advantages: Tensor, temperature: float, largest: float) -> Tensor:
-    """Return ``min(exp(beta A), largest)``, ``float32[N]``: what imitation of each action counts (IQL's equation 7).
+    """Return the imitation weight of each action, ``min(exp(beta A), largest)``, ``float32[N]`` (IQL's equation 7).
 
-    Args:
-        advantages: ``A = Q(s, a) - V(s)``, ``float32[N]``.
-        temperature: beta; 0 is behaviour cloning.
-        largest: no weight is above it.
+    ``A = Q(s, a) - V(s)`` is ``float32[N]``; ``temperature`` is beta, 0 for behaviour cloning.
     """
     return (temperature * advantages).exp().clamp(max=largest)
 
 
 def steps_to_go_rewards(length: int, success: bool, failure_penalty: float) -> Tensor:
-    """Return RECAP's rewards of an episode ``float32[length]``: -1 a step; at its end 0, or ``-failure_penalty``."""
+    """Return RECAP's rewards of an episode ``float32[length]``: -1 per step; at its end 0, or ``-failure_penalty``."""
     rewards = torch.full((length,), -1.0)
     rewards[-1] = 0.0 if success else -failure_penalty
     return rewards
@@ -48,12 +43,7 @@ def rewards_to_go(rewards: Tensor) -> Tensor:
 def n_step_advantages(rewards: Tensor, values: Tensor, n: int) -> Tensor:
     """Return ``A_t = sum_{k<n} r_{t+k} + V(s_{t+n}) - V(s_t)`` of an episode, ``float32[length]``.
 
-    Beyond its end there are no rewards, and values are 0.
-
-    Args:
-        rewards: ``float32[length]``.
-        values: ``float32[length]``, on the scale of the rewards.
-        n: steps looked ahead.
+    Values ``float32[length]`` are on the scale of the rewards ``float32[length]``; both are 0 beyond the end.
     """
     ahead = torch.cat([values, values.new_zeros(n)])[n:]
     sums = torch.cat([rewards_to_go(rewards), rewards.new_zeros(n)])
@@ -61,18 +51,14 @@ def n_step_advantages(rewards: Tensor, values: Tensor, n: int) -> Tensor:
 
 
 def advantage_indicator(advantages: Tensor, fraction: float) -> Tensor:
-    """Return which advantages ``bool[N]`` are of the best ``fraction``: at or above that percentile."""
+    """Return ``bool[N]``: advantages in the best ``fraction``, i.e. at or above that percentile."""
     return advantages >= torch.quantile(advantages.double(), 1.0 - fraction).to(advantages.dtype)
 
 
 def two_hot(targets: Tensor, centers: Tensor) -> Tensor:
-    """Return ``float32[N,K]``: each target shared between its two neighbours among evenly spaced centers.
+    """Return ``float32[N,K]``: targets ``[N]`` shared between neighbours among ascending, even ``centers [K]``.
 
     Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", arXiv 1707.06887, algorithm 1.
-
-    Args:
-        targets: ``float32[N]``, within the centers.
-        centers: ``float32[K]``, ascending.
     """
     place = (targets - centers[0]) / (centers[1] - centers[0])
     below = place.floor().clamp(0, len(centers) - 2)

@@ -1,11 +1,16 @@
-"""The built-in advantage estimators and losses, and what custom ones may ask for. Imports no torch.
+"""Built-in advantage estimators and losses, and the inputs available to custom ones. Imports no torch.
 
 Shapes of the arguments are in docs/algorithms.md.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from embodrl.config.schema.algorithm import ARGUMENTS
+from embodrl.config.schema.section import PositiveFloat, Section
 from embodrl.specs import FunctionArguments, FunctionSpec
 
 ESTIMATOR_ARGUMENTS = FunctionArguments(
@@ -48,7 +53,7 @@ RLOO = FunctionSpec(
 REINFORCE_PP = FunctionSpec(
     name="reinforce_pp",
     target="embodrl.algorithms.groups:reinforce_pp",
-    description="discounted rewards to come, without a baseline",
+    description="discounted rewards-to-go, without a baseline",
     ignores=("gae_lambda",),
 )
 
@@ -66,6 +71,7 @@ FPO = FunctionSpec(
     target="embodrl.algorithms.losses:actor_critic_loss",
     description="PPO clip with a value loss, with ratios of flow-matching losses",
     needs_values=True,
+    family_kind="flow",
 )
 NONE = FunctionSpec(
     name="none",
@@ -83,16 +89,32 @@ SAC = FunctionSpec(
 DAGGER = FunctionSpec(
     name="dagger",
     target="embodrl.algorithms.dagger:dagger",
-    description="imitation of an expert's labels of what the policy sees (DAgger, HG-DAgger)",
+    description="imitation of an expert's labels of the policy's observations (DAgger, HG-DAgger)",
     off_policy=True,
     imitates=True,
 )
+
+
+class NftConfig(Section):
+    """Negative-aware fine-tuning of flow policies."""
+
+    objective: Literal["weighted", "contrastive"] = Field(
+        default="contrastive",
+        description="contrastive: chunks rank the two mirrored velocities (pi-StepNFT); weighted: their squared errors,"
+        " weighted by how good a chunk was (DiffusionNFT)",
+    )
+    beta: PositiveFloat = Field(default=1.0, description="of the difference by which velocities are mirrored")
+    max_advantage: PositiveFloat = Field(default=1.0, description="advantages beyond it count as this")
+
+
 NFT = FunctionSpec(
     name="nft",
     target="embodrl.algorithms.nft:nft_loss",
     description="negative-aware fine-tuning of flow policies, without likelihoods",
+    settings=NftConfig,
+    family_kind="flow",
     parameters=(
         *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),
-        "counts",
+        *("counts", *NftConfig.model_fields),
     ),
 )

@@ -1,14 +1,14 @@
-"""SRPO: rewards of failures by how much they look like successes of the same task.
+"""SRPO: rewards for failures by their similarity to successes of the same task.
 
 Self-Referential Policy Optimization (Fei et al. 2025, arXiv 2511.15605) gives a success 1 and a failure less, by the
-distance of its trajectory embedding to those of the successes. What differs here from the public code:
+distance of its trajectory embedding to the embeddings of successes. Differences from the public code:
 
 - Frames belong to one episode each. There, the members of a group shared a key and pooled their frames.
 - Every environment takes part. There, only as many as there are groups did.
-- Successes of earlier rollouts stand in where a rollout has none of a task (``memory``). There, such a task had no
-  gradient. Only until the first success at all are its rewards all 0, which is counted.
+- Successes of earlier rollouts (``memory``) stand in where a rollout has none of a task; rewards are all 0 only until a
+  task's first success, which is counted. There, such a task had no gradient.
 - A short episode repeats frames in order. There, it restarted.
-- The distance of DBSCAN is the root mean square over standardised dimensions. There it is their Euclidean norm, which
+- The distance of DBSCAN is the root mean square over standardised dimensions. There it is the Euclidean norm, which
   grows with the width of the encoder: at 1408 dimensions nothing is within 0.5 of anything.
 
 Shapes: E episodes, D dimensions of an embedding, T frames, H x W pixels.
@@ -35,20 +35,15 @@ GRID = 8
 
 
 def sample_frames(frames: Tensor, num_frames: int) -> Tensor:
-    """Return ``num_frames`` of ``uint8[T,H,W,3]``, evenly spaced from the first to the last."""
+    """Return ``num_frames`` of ``uint8[T,H,W,3]``, evenly spaced from first to last."""
     return frames[torch.linspace(0, len(frames) - 1, num_frames).round().long()]
 
 
 def pixel_encoder(frames: Tensor) -> Tensor:
-    """Embed episodes without any weights: an 8 x 8 thumbnail of the last frame, and the mean one.
+    """Embed episodes ``uint8[E,T,H,W,3]`` without weights to ``float32[E,384]`` in 0 to 1.
 
-    Where things stand at the end, and where they were on the way; for fixed cameras and simple scenes.
-
-    Args:
-        frames: ``uint8[E,T,H,W,3]``.
-
-    Returns:
-        ``float32[E,384]``, each number between 0 and 1.
+    8 x 8 thumbnails of the last and the mean frame: final object positions, and positions along the way. Suits fixed
+    cameras and simple scenes.
     """
     num_episodes, num_frames = frames.shape[:2]
     pixels = frames.flatten(0, 1).permute(0, 3, 1, 2).float() / 255.0
@@ -57,14 +52,10 @@ def pixel_encoder(frames: Tensor) -> Tensor:
 
 
 class VJepa2Encoder:
-    """The mean token of V-JEPA 2 (Assran et al. 2025, arXiv 2506.09985), loaded when it is first used.
+    """Mean token of V-JEPA 2 (Assran et al. 2025, arXiv 2506.09985), loaded on first use.
 
-    Args:
-        path: directory with config.json and model.safetensors in the layout of transformers.
-
-    Raises:
-        MissingDependencyError: this transformers has no V-JEPA 2.
-        EmbodrlError: there is no such model in the directory.
+    ``path`` holds config.json and model.safetensors in transformers layout. Raises EmbodrlError if it does not, and
+    MissingDependencyError if the installed transformers has no V-JEPA 2.
     """
 
     MEAN = (0.485, 0.456, 0.406)
@@ -87,12 +78,12 @@ class VJepa2Encoder:
         self.model = model.from_pretrained(Path(path).expanduser(), local_files_only=True, use_safetensors=True).eval()
 
     def __call__(self, frames: Tensor) -> Tensor:
-        """Return ``float32[E,D]`` of ``uint8[E,T,H,W,3]``; one episode at a time, to save memory."""
+        """Embed ``uint8[E,T,H,W,3]`` to ``float32[E,D]``, one episode at a time to save memory."""
         return torch.stack([self._embed(episode) for episode in frames])
 
     def _embed(self, frames: Tensor) -> Tensor:
         size = int(self.model.config.crop_size)
-        # The encoder takes frames in tubes of a fixed length: the last frame is repeated to fill one.
+        # The encoder takes frames in tubes of a fixed length: repeat the last frame to fill the last tube.
         odd = -len(frames) % int(self.model.config.tubelet_size)
         frames = torch.cat([frames, frames[-1:].expand(odd, -1, -1, -1)])
         pixels = frames.permute(0, 3, 1, 2).float() / 255.0
@@ -104,11 +95,7 @@ class VJepa2Encoder:
 
 
 def make_encoder(config: SrpoConfig) -> Encoder:
-    """Return the encoder that the configuration names, built on first use.
-
-    Raises:
-        EmbodrlError: there is none.
-    """
+    """Return the configured encoder, built on first use; EmbodrlError if it is unavailable."""
     if config.encoder == "pixels":
         return pixel_encoder
     if config.encoder != "vjepa2":
@@ -129,17 +116,13 @@ def make_encoder(config: SrpoConfig) -> Encoder:
 
 
 def dbscan(points: Tensor, eps: float, min_samples: int) -> Tensor:
-    """Cluster points by density (Ester et al. 1996).
+    """Cluster points ``float[N,D]`` by density (Ester et al. 1996).
 
-    Args:
-        points: ``float[N,D]``.
-        eps: points this near are neighbours; the distance is the root mean square over the dimensions.
-        min_samples: neighbours, itself included, that make a point the core of a cluster.
-
-    Returns:
-        ``int64[N]``: the cluster of each point, -1 for noise. A border point joins the first cluster that reaches it.
+    The distance is the root mean square over the dimensions; core points have ``min_samples`` neighbours within
+    ``eps``, including themselves. Returns ``int64[N]``: the cluster of each point, -1 for noise. A border point joins
+    the first cluster that reaches it.
     """
-    # float64: distances of many points come from matrix products, which lose the small ones.
+    # float64: distances of many points come from matrix products, which lose small distances.
     near = torch.cdist(points.double(), points.double()) / max(points.shape[1], 1) ** 0.5 <= eps
     core = near.sum(1) >= min_samples
     label = torch.full((len(points),), -1, dtype=torch.int64)
@@ -161,15 +144,12 @@ def dbscan(points: Tensor, eps: float, min_samples: int) -> Tensor:
 
 
 def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
-    """Return ``float[M,D]``: the mean of each cluster of successes; of all of them if they form none.
+    """Return ``float[M,D]``: the mean of each DBSCAN cluster of ``successes float[N,D]``, or of all if they form none.
 
-    Args:
-        successes: ``float[N,D]``, N at least 1.
-        eps: neighborhood radius of DBSCAN, on standardised dimensions.
-        min_samples: ``min_samples`` (core-point threshold) of DBSCAN.
+    N is at least 1; ``eps`` is a radius on standardised dimensions, ``min_samples`` the core-point threshold.
     """
     points = successes.double()
-    # A dimension that changes by its rounding alone stays 0.
+    # A dimension that varies only by rounding stays 0.
     scaled = (points - points.mean(0)) / divisor(points.std(0, correction=0), points.abs().amax(0))
     label = dbscan(scaled, eps, min_samples)
     clusters = [successes[label == cluster].mean(0) for cluster in range(int(label.max()) + 1)]
@@ -177,20 +157,14 @@ def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
 
 
 def failure_rewards(failures: Tensor, centres: Tensor, scale: float, steepness: float) -> Tensor:
-    """Return ``float[N]``: ``scale * sigmoid(steepness * (0.5 - d))``, d the distance to the nearest centre.
+    """Return ``float[N]``: ``scale * sigmoid(steepness * (0.5 - d))``, d the distance to the nearest centre ``[M,D]``.
 
-    Distances are scaled to 0 (the nearest failure) .. 1 (the farthest); where they hardly differ, d is 0.5.
-
-    Args:
-        failures: ``float[N,D]``.
-        centres: ``float[M,D]``.
-        scale: upper bound.
-        steepness: steepness of the sigmoid.
+    Distances of ``failures [N,D]`` are scaled to 0 (nearest) .. 1 (farthest); where they hardly differ, d is 0.5.
     """
-    # float64: distances of many points come from matrix products, which lose the small ones.
+    # float64: distances of many points come from matrix products, which lose small distances.
     distance = torch.cdist(failures.double(), centres.double()).min(1).values
     above = distance - distance.min()
-    # The embeddings were rounded, not the distances, which may be much smaller.
+    # The rounding error is that of the embeddings, not of the distances, which may be much smaller.
     span = divisor(above.max(), failures.double().square().sum(1).sqrt().max())
     relative = above / span if span.isfinite() else torch.full_like(above, 0.5)
     return (scale * torch.sigmoid(steepness * (0.5 - relative))).to(failures.dtype)
@@ -203,7 +177,7 @@ class SrpoRewards:
     Attributes:
         config: section ``algorithm.srpo``.
         memory: embeddings ``float32[N,D]`` of the latest successes by task.
-        without_reference: tasks of the last call that have never been solved.
+        without_reference: tasks of the last call without any success so far.
     """
 
     config: SrpoConfig
@@ -213,18 +187,13 @@ class SrpoRewards:
     def __call__(self, embeddings: Tensor, success: Tensor, task_id: Tensor) -> Tensor:
         """Return ``float32[E]``: 1 for a success, less for a failure.
 
-        Args:
-            embeddings: ``float[E,D]``.
-            success: ``bool[E]``.
-            task_id: ``int64[E]``.
-
-        Raises:
-            EmbodrlError: an embedding is not finite, or not one vector per episode.
+        ``embeddings`` are ``float[E,D]``, ``success`` is ``bool[E]``, ``task_id`` ``int64[E]``. Raises EmbodrlError
+        unless there is one finite vector per episode.
         """
         if embeddings.ndim != 2 or len(embeddings) != len(success) or not bool(embeddings.isfinite().all()):
             raise EmbodrlError(
                 f"the encoder '{self.config.encoder}' returned {list(embeddings.shape)} for {len(success)} episodes,"
-                " or what is not finite",
+                " or non-finite values",
                 "return one finite vector per episode, float[E, D]",
                 code="srpo-embeddings",
             )

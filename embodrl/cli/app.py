@@ -1,4 +1,4 @@
-"""How every command looks: -h, uncut descriptions, upper-case arguments; and completion of settings."""
+"""Look of all commands: -h, full descriptions, upper-case arguments, and completion of settings."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from embodrl.errors import UsageError
-from embodrl.names import ends_process, meant
+from embodrl.names import meant
 from embodrl.specs import VERBS
+from embodrl.user_code import ends_process
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class Group(TyperGroup):
-    """Commands below a name; one that is not there is answered with where it is, or the name that is meant."""
+    """A command group; an unknown command is answered with its location or the nearest name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click's; the error says where the command is, or which is meant."""
+        """As click's; the error names where the command is, or the nearest one."""
         name = args[0] if args else ""
         known = self.list_commands(ctx)
         if name and not name.startswith("-") and name not in known:
@@ -44,11 +45,9 @@ class Group(TyperGroup):
 
 
 def places_of(name: str, root: Any) -> list[str]:
-    """Return where a name has its place: as a command, e.g. ``embodrl config validate``, or as its first argument.
+    """Return where a name belongs: as a command, e.g. ``embodrl config validate``, or as a command's first argument.
 
-    Args:
-        name: as it was typed.
-        root: click's context of the whole command line.
+    ``root`` is click's context of the whole command line.
     """
     verbs = root.command
     if not isinstance(verbs, Verbs):
@@ -57,9 +56,9 @@ def places_of(name: str, root: Any) -> list[str]:
     for first in verbs.list_commands(root):
         path = f"{root.command_path} {first}"
         command = verbs.loaded(root, first)
-        if command is None:  # it can't be imported, which stderr says
+        if command is None:  # it can't be imported, which was reported on stderr
             continue
-        found += [path] * (first == name) + [f"{path} {name}"] * (name in _below(command, root, name))
+        found += [path] * (first == name) + [f"{path} {name}"] * (name in _subcommands(command, root, name))
     return found
 
 
@@ -69,11 +68,11 @@ def names_below(root: Any) -> list[str]:
     if not isinstance(verbs, Verbs):
         return []
     commands = [verbs.loaded(root, first) for first in verbs.list_commands(root)]
-    return [name for command in commands if command is not None for name in _below(command, root, "")]
+    return [name for command in commands if command is not None for name in _subcommands(command, root, "")]
 
 
-def _below(command: Any, root: Any, name: str) -> list[str]:
-    """Return the names that may follow a command: commands, or the fixed words of its first argument that begin so."""
+def _subcommands(command: Any, root: Any, name: str) -> list[str]:
+    """Return the subcommands of a command, or the matching choices of its first argument."""
     context = typer.Context(command, root, command.name)
     if isinstance(command, Group):
         return command.list_commands(context)
@@ -84,13 +83,12 @@ def _below(command: Any, root: Any, name: str) -> list[str]:
 
 
 class Verbs(Group):
-    """The core's commands and those of entry points, which are imported when they are asked for.
+    """The core's commands, and entry points, which are imported on demand.
 
-    The entry point ``GROUP.NAME`` is the command NAME below a group.
+    The entry point ``GROUP.NAME`` is the command NAME of a group.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return all names, the core's first."""
         prefix = self._prefix(ctx)
         further = [name.removeprefix(prefix) for name in VERBS if name.startswith(prefix)]
         known = super().list_commands(ctx)
@@ -100,9 +98,9 @@ class Verbs(Group):
         return "" if ctx.parent is None else f"{self.name}."
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; None if there is none of that name, or it can't be imported, which stderr says.
+        """Return a command; None if it is unknown or can't be imported, which is reported on stderr.
 
-        A verb is imported when it is called: until then its description holds its place, or the name of its package.
+        A verb is imported when it is called; until then its description, or the name of its package, stands in.
         """
         name = cmd_name
         verb = self._prefix(ctx) + name
@@ -113,14 +111,14 @@ class Verbs(Group):
         return TyperCommand(name, short_help=text) if text else self._import(verb, name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As that of ``Group``; imports the command."""
+        """As ``Group``'s; imports the command."""
         verb = self._prefix(ctx) + args[0] if args else ""
         if verb in VERBS and args[0] not in self.commands and self._import(verb, args[0]) is None:
             ctx.exit(1)
         return super().resolve_command(ctx, args)
 
     def loaded(self, ctx: Any, name: str) -> Any:
-        """Return a command with those below it, importing it if it is of embodrl; else as ``get_command``."""
+        """Return a command with its subcommands, importing it if it belongs to embodrl; else as ``get_command``."""
         verb = self._prefix(ctx) + name
         if name in self.commands or VERBS.package(verb) is not None:
             return self.get_command(ctx, name)
@@ -129,7 +127,7 @@ class Verbs(Group):
     def _import(self, verb: str, name: str) -> Any:
         try:
             self.commands[name] = _command_of(VERBS.get(verb), name)
-        except BaseException as error:  # a package of somebody else may raise anything, or exit
+        except BaseException as error:  # a third-party package may raise anything, or exit
             if ends_process(error):
                 raise
             print(f"the verb '{verb}' can't be used: {type(error).__name__}: {error}", file=sys.stderr)
@@ -138,7 +136,6 @@ class Verbs(Group):
 
 
 def _command_of(target: Any, name: str) -> Any:
-    """Return the command of a verb: of a function, or of a ``typer.Typer`` of verbs."""
     holder = make_app()
     if isinstance(target, typer.Typer):
         callback = target.registered_callback
@@ -153,10 +150,10 @@ class Command(TyperCommand):
     """A command whose arguments appear as ``NAME`` in its help, without braces or Python types."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click's; an option of another system that is a setting here is answered with its key."""
+        """As click's; another tool's option that is a setting here is answered with its key."""
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # its class is private to typer
+        except Exception as error:  # the class is private to typer
             from embodrl.config.other_systems import MEANT, key_advice
 
             option = getattr(error, "option_name", "")
@@ -169,11 +166,9 @@ class Command(TyperCommand):
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return ``[OPTIONS] DIR [ARGS]...``."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, then the options."""
         records = [(param, param.get_help_record(ctx)) for param in self.get_params(ctx)]
         arguments = [
             (record[0].partition(" <")[0], record[1])
@@ -205,14 +200,14 @@ PresetDirectories = Annotated[
     typer.Option(
         "--presets",
         metavar="DIR",
-        help="directory with presets of your own, GROUP/NAME.yaml; may be repeated",
+        help="directory with your own presets, GROUP/NAME.yaml; may be repeated",
         show_default=False,
     ),
 ]
 
 
 def with_presets(settings: list[str] | None, directories: list[Path] | None) -> list[str] | None:
-    """Return settings of the command line with those that --presets stands for."""
+    """Return the overrides of the command line, with --presets as a setting."""
     if not directories:
         return settings
     from embodrl.config.compose import assignment
@@ -222,9 +217,9 @@ def with_presets(settings: list[str] | None, directories: list[Path] | None) -> 
 
 
 def add(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
-    """Add a command; the list of commands shows the whole first line of its docstring.
+    """Add a command; the list of commands shows the first line of its docstring.
 
-    One that has --config gets --presets, too, unless it has it already.
+    A command with --config gets --presets as well.
     """
     parameters = inspect.signature(function).parameters
     wanted = "config" in parameters and "presets" not in parameters
@@ -233,7 +228,7 @@ def add(app: typer.Typer, function: Callable[..., None], name: str | None = None
 
 
 def with_preset_directories(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a verb with --presets, which stands for the setting ``presets.dirs`` among its list of settings."""
+    """Return a verb with the option --presets, which becomes the setting ``presets.dirs``."""
     parameters = list(inspect.signature(function, eval_str=True).parameters.values())
     settings = next(each.name for each in parameters if each.name in ("overrides", "settings"))
 
@@ -260,7 +255,7 @@ def choose(value: str, options: Iterable[str], what: str) -> str:
     """Return the value if it is one of the options.
 
     Raises:
-        UsageError: it is none; says which is meant.
+        UsageError: the value is not an option; names the nearest one.
     """
     known = list(options)
     if value in known:
@@ -280,15 +275,14 @@ def one_of(options: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def complete_settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Complete presets (``env=man``) and keys (``actor.optim.l``) with what they are.
+    """Complete presets (``env=man``) and keys (``actor.optim.l``), with descriptions.
 
-    Bash splits words at ``=``: what is completed is then the part after it, and the arguments before end with
-    ``KEY =``.
+    Bash splits words at ``=``: only the part after it is completed, and the preceding arguments end with ``KEY =``.
     """
     args: list[str] = ctx.params.get("overrides") or []
     if args and args[-1] == "=":
         return [(value, text) for value, text in _values(args[-2]) if value.startswith(incomplete)]
-    if args and "=" not in args[-1] and not incomplete:  # click has made "" of the "=" after a key
+    if args and "=" not in args[-1] and not incomplete:  # click turns the "=" after a key into ""
         return _values(args[-1])
     key, equals, prefix = incomplete.partition("=")
     if equals:

@@ -21,17 +21,17 @@ def collect(
         bool,
         typer.Option(
             "--resumable",
-            help="when stopped, keep the episodes for the same command to continue, in place of a smaller dataset",
+            help="when stopped, keep the episodes so that the same command resumes, rather than a smaller dataset",
             show_default=False,
         ),
     ] = False,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Gather demonstrations by scripted experts, or by a policy.
+    """Collect demonstrations with scripted experts or a policy.
 
     policy=PATH may be a run (its final policy, or its newest checkpoint), one of its checkpoints, a policy directory,
-    a model on the hub, or the URL of a policy server. The configuration of a run applies, and ARGS change it.
+    a model on the hub, or the URL of a policy server. A run's configuration applies; ARGS override it.
 
     \b
     Examples:
@@ -61,7 +61,6 @@ def collect(
 
 
 def _policy(text: str, rest: list[str], config: Path | None, trust: bool) -> tuple[LoadedConfig, RecordedPolicy]:
-    """Load the configuration of a policy, and the policy."""
     from embodrl.config.compose import assignment
     from embodrl.hub import is_hub_id
     from embodrl.runs.policies import find_policy

@@ -1,4 +1,4 @@
-"""What the verbs share: their arguments, loading the configuration, and turning outcomes into exit codes."""
+"""Common parts of the verbs: arguments, loading the configuration, and exit codes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from embodrl.config.schema import Config
     from embodrl.config.schema.readers import Verb
 
-# Of exceptions that the loader, numpy, torch and the interpreter raise where memory or threads are not available.
+# Exceptions of the loader, numpy, torch and the interpreter when memory or threads are unavailable.
 _OUT_OF_MEMORY = ("MemoryError", "annot allocate memory", "an't allocate memory", "failed to map", "start new thread")
 EXIT_OK = 0
 EXIT_ERROR = 1
@@ -50,19 +50,20 @@ ConfigFile = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="YAML file: values, and presets: {env: NAME}; or a run, whose configuration is taken",
+        help="YAML file with values and presets: {env: NAME}; or a run, whose configuration is used",
         show_default=False,
     ),
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="write the results there, as JSON", show_default=False)
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="write the results to this file, as JSON", show_default=False),
 ]
 JsonOutput = Annotated[bool, typer.Option("--json", help="print one JSON object", show_default=False)]
 Trust = Annotated[
     bool,
     typer.Option(
         "--trust",
-        help="let the settings of a run that another user started run code (modules, functions, env.python)",
+        help="allow the settings of a run started by another user to run code (modules, functions, env.python)",
         show_default=False,
     ),
 ]
@@ -71,7 +72,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="show the traceback of an e
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Collect no garbage: imports make objects that stay, and looking through them takes a seventh of the time."""
+    """Disable garbage collection: imported objects stay, and scanning them takes a seventh of the import time."""
     gc.disable()
     try:
         yield
@@ -85,7 +86,7 @@ def load(
     """Load the configuration and print its notes to stderr; see ``load_config``.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every problem found.
     """
     with importing():
         from embodrl.pipelines.load import load_config
@@ -98,7 +99,7 @@ def _shown(loaded: LoadedConfig) -> LoadedConfig:
     show_notes(loaded.notes)
     choice = loaded.processes
     if choice is not None and not choice.measured:
-        text = f"note: env.num_processes: auto is not measured yet for these settings; using {choice.num_processes}"
+        text = f"note: env.num_processes: auto has not been measured for these settings; using {choice.num_processes}"
         print(f"{text}\n      the first `embodrl train`, `eval` or `collect` measures it", file=sys.stderr)
     return loaded
 
@@ -110,18 +111,13 @@ def load_measured(
     verb: Verb | None = None,
     trust: bool = False,
 ) -> LoadedConfig:
-    """As ``load``, for verbs that start simulators: ``env.num_processes=auto`` is measured if it has not been.
+    """As ``load``, for verbs that start simulators: measures ``env.num_processes=auto`` unless already measured.
 
-    Args:
-        overrides: of the command line.
-        config_file: of the user's.
-        needed: tells whether simulators will be started.
-        verb: leaves out rules about settings that it does not read.
-        trust: the settings of a run that another user started may run code.
+    ``needed`` returns whether simulators will be started; rules about settings that ``verb`` does not read are skipped.
 
     Raises:
-        ConfigError: with every problem found.
-        EmbodrlError: the simulator can't run, or the measurement can't be kept.
+        ConfigError: lists every problem found.
+        EmbodrlError: the simulator can't run, or the measurement can't be saved.
     """
     with importing():
         from embodrl.pipelines.load import load_config
@@ -136,7 +132,7 @@ def load_measured(
 
 
 def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """Return the path that the arguments begin with, if any, and the others."""
+    """Split arguments into the leading path, if any, and the rest."""
     first, *rest = arguments or [""]
     if not first or "=" in first or first.startswith(("~", "+", "-")):
         return None, list(arguments or [])
@@ -144,7 +140,7 @@ def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
 
 
 def say_if_random(config: Config) -> None:
-    """Print first of all that the policy would be random, where nothing names weights."""
+    """Warn, before anything else, that the policy is random if no weights are named."""
     from embodrl.config.policy_card import without_weights
 
     if words := without_weights(config.model):
@@ -152,13 +148,13 @@ def say_if_random(config: Config) -> None:
 
 
 def show_notes(notes: list[ConfigProblem]) -> None:
-    """Write notes about a valid configuration to stderr."""
+    """Print notes about a valid configuration to stderr."""
     for note in notes:
         print(f"note: {note.paragraph()}", file=sys.stderr)
 
 
 def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
-    """Run the body of a verb, report its errors on stderr, and leave with its exit code.
+    """Run the body of a verb, report its errors on stderr, and exit.
 
     Args:
         action: returns the exit code; None for 0.
@@ -198,7 +194,7 @@ def _exit_code_of(action: Callable[[], int | None], debug: bool) -> int:
 
 
 def describe_os_error(error: OSError) -> EmbodrlError:
-    """Return what the operating system refused, and a hint."""
+    """Return the operating system's error as a message, and a hint."""
     hints = {
         errno.ENOSPC: "free disk space, or choose a directory on another disk",
         errno.EDQUOT: "your disk quota is used up: free space, or choose a directory on another disk",
@@ -213,7 +209,7 @@ def describe_os_error(error: OSError) -> EmbodrlError:
     where = f"{error.filename}: " if error.filename else ""
     if error.errno == errno.ENOENT and not _has_working_directory():
         where = f"{where}the working directory was removed: "
-        hints[errno.ENOENT] = "start the command in another one"
+        hints[errno.ENOENT] = "start the command in an existing directory"
     hint = hints.get(error.errno or 0, "check the paths in the command; rerun with --debug for the traceback")
     return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint, code="system-error")
 
@@ -226,7 +222,7 @@ def _has_working_directory() -> bool:
 
 
 def describe_memory_limit(error: Exception) -> EmbodrlError | None:
-    """Return the error for what failed because of ``ulimit -v``; None if there is no such limit, or another cause."""
+    """Return the error for a failure caused by ``ulimit -v``; None without such a limit, or for other causes."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     text = f"{type(error).__name__}: {error}"
     if limit == resource.RLIM_INFINITY or not any(sign in text for sign in _OUT_OF_MEMORY):
@@ -239,10 +235,10 @@ def describe_memory_limit(error: Exception) -> EmbodrlError | None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Leave through the ``finally`` clauses, which close the simulator processes; a verb may set a better handler.
+    """Exit through ``finally`` clauses, which close simulator processes; a verb may install a better handler.
 
-    Within an import it ends the process: libraries swallow exceptions there and stay half imported (NumPy does).
-    Processes that it has started end with it.
+    During an import it kills the process and its children: libraries swallow exceptions there and stay half imported
+    (NumPy does).
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 app = make_app()
 
-Plain = Annotated[bool, typer.Option("--plain", help="leave the origins out", show_default=False)]
+Plain = Annotated[bool, typer.Option("--plain", help="omit the origins", show_default=False)]
 
 
 @app.callback()
 def about() -> None:
-    """Look at a configuration without running anything.
+    """Inspect a configuration without running anything.
 
     \b
     Examples:
@@ -35,7 +35,7 @@ def about() -> None:
 
 
 def say_what_ran(config: Config) -> None:
-    """Name on stderr the user's code that checking the configuration has run."""
+    """Name, on stderr, the user's code that checking the configuration has run."""
     paths = (config.pipeline.fn, config.reward.fn, config.rollout.workflow)
     imported = [*config.extensions, *(path for path in paths if path is not None)]
     if imported:
@@ -45,7 +45,7 @@ def say_what_ran(config: Config) -> None:
 
 
 def missing_here(loaded: LoadedConfig) -> list[ConfigProblem]:
-    """Return what this machine lacks for a valid configuration, as far as that takes no import of a simulator."""
+    """Return what this machine lacks for a valid configuration, as far as can be told without importing a simulator."""
     from embodrl.config.isolated import interpreter_of
     from embodrl.preflight.simulators import require_packages
 
@@ -94,8 +94,8 @@ def validate(
 ) -> None:
     """Check a configuration and report all its problems.
 
-    Exit code 0, or 2 with the report on stderr. Simulators' packages and GPUs are looked for on this machine; drivers,
-    free memory and the content of checkpoints are not checked: `embodrl doctor`, `embodrl plan train`.
+    Exit code 0, or 2 with the report on stderr. Checks this machine for simulator packages and GPUs, but not drivers,
+    free memory or checkpoint content: see `embodrl doctor` and `embodrl plan train`.
 
     \b
     Examples:
@@ -124,7 +124,7 @@ def diff(
     ],
     second: Annotated[
         str,
-        typer.Argument(metavar="B", help="the same; without it, A is compared with the defaults", show_default=False),
+        typer.Argument(metavar="B", help="the same; if omitted, A is compared with the defaults", show_default=False),
     ] = "",
     trust: Trust = False,
     debug: Debug = False,

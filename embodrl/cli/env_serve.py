@@ -12,23 +12,25 @@ from embodrl.cli.common import Debug, execute
 
 def serve(
     host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one")] = 5700,
-    token: Annotated[str, typer.Option("--token", help="what runs must know; auto draws one, none asks none")] = "auto",
-    max_processes: Annotated[int, typer.Option("--max-processes", min=1, help="simulators at a time")] = 64,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="port; 0 picks a free one")] = 5700,
+    token: Annotated[
+        str, typer.Option("--token", help="token for clients; auto generates one, none disables it")
+    ] = "auto",
+    max_processes: Annotated[int, typer.Option("--max-processes", min=1, help="limit on concurrent simulators")] = 64,
     extension: Annotated[
         list[str] | None,
-        typer.Option("--extension", metavar="MODULE", help="registers further environments", show_default=False),
+        typer.Option("--extension", metavar="MODULE", help="module that registers environments", show_default=False),
     ] = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option("--log-dir", metavar="DIR", help="for what simulators print", show_default=False),
+        typer.Option("--log-dir", metavar="DIR", help="directory for the simulators' output", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Run simulators for training runs on other machines (env.remote), until Ctrl-C or SIGTERM.
 
-    Runs need the token in the environment variable EMBODRL_TOKEN. The connection is not encrypted: across a network of
-    others, use a tunnel. See docs/env_manager.md.
+    Runs need the token in the environment variable EMBODRL_TOKEN. The connection is not encrypted: on an untrusted
+    network, use a tunnel. See docs/env_manager.md.
 
     \b
     Examples:

@@ -30,7 +30,7 @@ def evaluate(
             "--output",
             "-o",
             metavar="DIR",
-            help="a new directory for the report; by default eval-TIME in runner.output_dir, the run, or outputs/",
+            help="new directory for the report; default: eval-TIME in runner.output_dir, the run, or outputs/",
         ),
     ] = None,
     json: JsonFile = None,
@@ -39,7 +39,7 @@ def evaluate(
         typer.Option(
             "--harness-format",
             metavar="FILE",
-            help="write the results there, too, in the format of vla-evaluation-harness",
+            help="also write the results to this file, in vla-evaluation-harness format",
             show_default=False,
         ),
     ] = None,
@@ -49,7 +49,7 @@ def evaluate(
     """Measure a policy on fixed seeds; write eval.html, eval.json and videos.
 
     The first argument may be a run (its final policy, or its newest checkpoint), one of its checkpoints, or a policy
-    directory. The configuration of the run applies, and ARGS change it.
+    directory. The run's configuration applies; ARGS override it.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def evaluate(
             rest = source.arguments(rest)
             loaded = load_measured(rest, config, verb="eval", trust=trust)
         else:
-            if output is not None:  # the run need not be writable
+            if output is not None:  # the run may be read-only
                 rest = [assignment("runner.output_dir", output.absolute()), *rest]
             loaded = source.load_config(rest, trust)
             show_notes(loaded.notes)

@@ -20,22 +20,24 @@ Steps = Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimiz
 BatchSize = Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="frames per step")]
 Rate = Annotated[float, typer.Option("--lr", metavar="X", min=1e-9, help="learning rate, with a cosine to 0")]
 HeldOut = Annotated[
-    float, typer.Option("--held-out", metavar="X", min=0, max=0.9, help="share of the episodes to judge it on")
+    float, typer.Option("--held-out", metavar="X", min=0, max=0.9, help="fraction of episodes held out for evaluation")
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="of weights, batches and held-out episodes")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="seed of weights, batches and held-out episodes")]
 Seen = Annotated[
-    str, typer.Option("--inputs", metavar="|".join(INPUTS), help="what the network sees; auto: what there is")
+    str,
+    typer.Option("--inputs", metavar="|".join(INPUTS), help="inputs of the network; auto: all that the dataset has"),
 ]
 
 
 def label(
     directory: Dataset,
-    tag: Annotated[str, typer.Option("--tag", metavar="NAME", help="of the files that are written")] = "recap",
+    tag: Annotated[str, typer.Option("--tag", metavar="NAME", help="tag in the names of the written files")] = "recap",
     lookahead: Annotated[
-        int, typer.Option("--lookahead", metavar="N", min=1, help="steps that an advantage looks ahead")
+        int, typer.Option("--lookahead", metavar="N", min=1, help="lookahead of an advantage, in steps")
     ] = 10,
     positive: Annotated[
-        float, typer.Option("--positive", metavar="X", min=0.001, max=0.999, help="share of frames that are positive")
+        float,
+        typer.Option("--positive", metavar="X", min=0.001, max=0.999, help="fraction of frames labelled positive"),
     ] = 0.3,
     failure_penalty: Annotated[
         float | None,
@@ -43,7 +45,7 @@ def label(
             "--failure-penalty",
             metavar="X",
             min=0,
-            help="taken off where an episode fails; as many steps as the longest one has, unless given",
+            help="penalty of a failed episode, in steps; default: the length of the longest episode",
             show_default=False,
         ),
     ] = None,
@@ -52,7 +54,7 @@ def label(
         typer.Option(
             "--reward-model",
             metavar="DIR",
-            help="of `embodrl reward train`: progress in place of a new value function, or a classifier that says"
+            help="model of `embodrl reward train`: progress replaces a new value function; a classifier decides"
             " which episodes succeeded",
             show_default=False,
         ),
@@ -68,8 +70,8 @@ def label(
 ) -> None:
     """Label a dataset for algorithm=recap: values, advantages, and which of them are positive.
 
-    A value function is trained on the steps that episodes still took (RECAP, of pi*0.6). Written are
-    DIR/meta/returns_TAG.parquet, DIR/meta/advantages_TAG.parquet and DIR/meta/value_TAG; the data stay as they are.
+    Trains a value function on the remaining steps of episodes (RECAP, from pi*0.6). Writes
+    DIR/meta/returns_TAG.parquet, DIR/meta/advantages_TAG.parquet and DIR/meta/value_TAG; the data is unchanged.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The command `embodrl`: one verb a file; the work is imported only when a verb needs it."""
+"""The command `embodrl`: one verb per file; implementations are imported on demand."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from embodrl.cli.train import train
 from embodrl.processes.ending import own_process
 
 SIGNALLED = 128
-"""Exit codes above it are 128 + the signal that has stopped the command."""
+"""Exit codes above this are 128 + the signal that stopped the command."""
 
 app = make_app("embodrl", completion=True, cls=Verbs)
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        import embodrl
+        from embodrl.version import __version__
 
-        print(f"embodrl {embodrl.__version__}")
+        print(f"embodrl {__version__}")
         raise typer.Exit
 
 
@@ -76,13 +76,13 @@ app.add_typer(config.app, name="config", short_help=summary(config.about))
 
 
 def main() -> None:
-    """Run the command line. What a signal has stopped ends soon: its time is limited."""
+    """Run the command line; after a signal, the time to exit is limited."""
     for name in ("COLUMNS", "LINES"):
-        if os.environ.get(name) == "0":  # of terminals without a size: nothing would be shown
+        if os.environ.get(name) == "0":  # set by terminals without a size: nothing would be shown
             del os.environ[name]
-    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # there is no stderr
-        faulthandler.enable()  # a crash of native code shows the stack
-    own_process()  # not where the commands are called by a process of somebody else, such as a test
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # the process has no stderr
+        faulthandler.enable()  # show the stack when native code crashes
+    own_process()  # not if another program, such as a test, calls the commands
     try:
         app(prog_name="embodrl")
     except SystemExit as leaving:

@@ -12,41 +12,44 @@ from embodrl.cli.common import Debug, JsonFile, Overrides, execute
 
 def token(
     policy: Annotated[
-        Path, typer.Argument(metavar="POLICY", help="a run, or a policy that one has written", show_default=False)
+        Path, typer.Argument(metavar="POLICY", help="a run, or a policy written by one", show_default=False)
     ],
-    data: Annotated[Path, typer.Argument(metavar="DIR", help="a dataset of its environment", show_default=False)],
+    data: Annotated[Path, typer.Argument(metavar="DIR", help="a dataset from its environment", show_default=False)],
     overrides: Overrides = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="a new policy directory", show_default=False)
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="new policy directory", show_default=False)
     ] = None,
-    size: Annotated[int, typer.Option("--size", metavar="N", min=8, help="numbers of the token, a multiple of 4")] = 64,
-    layers: Annotated[int, typer.Option("--layers", metavar="N", min=1, max=64, help="of encoder and decoder")] = 2,
+    size: Annotated[int, typer.Option("--size", metavar="N", min=8, help="size of the token, a multiple of 4")] = 64,
+    layers: Annotated[
+        int, typer.Option("--layers", metavar="N", min=1, max=64, help="layers of encoder and decoder")
+    ] = 2,
     steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="optimizer steps")] = 1000,
     batch_size: Annotated[int, typer.Option("--batch-size", metavar="N", min=1, help="frames per step")] = 64,
     lr: Annotated[float, typer.Option("--lr", metavar="X", min=1e-9, help="learning rate, with a cosine to 0")] = 1e-3,
     context_dropout: Annotated[
         float,
-        typer.Option(
-            "--context-dropout", metavar="X", min=0, max=1, help="share of the states that the decoder does not see"
-        ),
+        typer.Option("--context-dropout", metavar="X", min=0, max=1, help="fraction of states hidden from the decoder"),
     ] = 0.0,
     held_out: Annotated[
-        float, typer.Option("--held-out", metavar="X", min=0, max=0.9, help="share of the episodes to judge it on")
+        float,
+        typer.Option("--held-out", metavar="X", min=0, max=0.9, help="fraction of episodes held out for evaluation"),
     ] = 0.1,
     memory_gb: Annotated[
         float,
         typer.Option(
-            "--memory-gb", metavar="X", min=0.001, help="of the states; training peaks at about four times it"
+            "--memory-gb", metavar="X", min=0.001, help="memory of the states; training peaks at about four times that"
         ),
     ] = 2.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="of weights, batches, held-out episodes")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="seed of weights, batches, held-out episodes")
+    ] = 0,
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Train an RL token of a frozen VLA: one small vector of what it makes of pictures and prompt (algorithm=rlt).
+    """Train an RL token of a frozen VLA: one small vector that summarises images and prompt (algorithm=rlt).
 
-    A transformer has to make the states of the prompt from which they can be reconstructed; the VLA stays as it is.
-    Written is the policy with the token beside it. What is interrupted is repeated.
+    A transformer compresses the VLA's prompt states so that a decoder can reconstruct them; the VLA is unchanged.
+    Writes the policy together with the token. An interrupted training starts over.
 
     \b
     Examples:
@@ -62,7 +65,7 @@ def token(
         from embodrl.storage.json_file import check_json_file, write_json_result
 
         if output is None or output.exists():
-            where = "no directory is named" if output is None else f"{output} is there already"
+            where = "no output directory is named" if output is None else f"{output} is there already"
             raise UsageError(f"{where} for the policy with its token", "give --output DIR", code="rl-token-output")
         if size % 4:
             raise UsageError(f"a token of {size} numbers", "take a multiple of 4, its heads", code="rl-token-size")

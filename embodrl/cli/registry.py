@@ -1,15 +1,15 @@
-"""The verbs that are imported when they are called; ``main`` has the others. GROUP.NAME is one below a group."""
+"""Verbs imported on demand, besides the ones in ``main``. GROUP.NAME is a subcommand of a group."""
 
 from __future__ import annotations
 
 VERBS = {
-    "bench": "embodrl.tools.bench.spec:VERB",
     "compare": "embodrl.tools.compare.spec:VERB",
     "convert": "embodrl.tools.converters.spec:VERB",
     "data": "embodrl.tools.data_check.spec:VERB",
     "doctor": "embodrl.tools.doctor.spec:VERB",
     "env": "embodrl.tools.env_install.spec:VERB",
     "env.serve": "embodrl.envs.env_server.spec:VERB",
+    "explain": "embodrl.tools.explain.spec:VERB",
     "export": "embodrl.tools.export.spec:VERB",
     "import": "embodrl.tools.importers.spec:VERB",
     "label": "embodrl.workers.rewards.spec:LABEL",

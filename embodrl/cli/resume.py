@@ -18,7 +18,7 @@ def resume(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Continue a run from its last good checkpoint, or a sweep with the runs that are not finished.
+    """Resume a run from its last good checkpoint, or a sweep with its unfinished runs.
 
     \b
     Examples:

@@ -27,7 +27,7 @@ Dataset = Annotated[
 
 @app.callback()
 def about() -> None:
-    """Rewards that are learned from recorded episodes.
+    """Rewards learned from recorded episodes.
 
     \b
     Examples:
@@ -38,13 +38,15 @@ def about() -> None:
 
 def train(
     directory: Dataset,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="of the model", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="directory of the model", show_default=False)
+    ],
     kind: Annotated[
         str,
         typer.Option(
             "--kind",
             metavar="|".join(KINDS),
-            help="success judges last observations; progress values all of them",
+            help="success classifies last observations; progress values all observations",
             autocompletion=one_of(KINDS),
         ),
     ] = KINDS[0],
@@ -54,7 +56,7 @@ def train(
             "--window",
             metavar="N",
             min=1,
-            help="frames at the end of a success that count as one; 1, unless given; kind success only",
+            help="final frames of a success that count as success; default: 1; kind success only",
             show_default=False,
         ),
     ] = None,
@@ -69,17 +71,17 @@ def train(
             metavar="X",
             min=0.01,
             max=0.9,
-            help="share of the episodes: half for the threshold, half to judge",
+            help="fraction of episodes: half for the threshold, half for evaluation",
         ),
     ] = 0.3,
     seed: Seed = 0,
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Train a success classifier or a progress model, which pays episodes as reward.model, and labels datasets.
+    """Train a success classifier or a progress model, to use as reward.model and to label datasets.
 
-    It is judged on episodes that are held out, of which the classifier's threshold does not come. A model is trained in
-    minutes: what is interrupted is repeated, with the same result for the same seed.
+    It is evaluated on held-out episodes that were not used for the classifier's threshold. Training takes
+    minutes; after an interruption it starts over, with the same result for the same seed.
 
     \b
     Examples:
@@ -115,12 +117,14 @@ def train(
 
 
 def check(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="of `embodrl reward train`", show_default=False)],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="directory written by `embodrl reward train`", show_default=False)
+    ],
     directory: Dataset,
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Judge a reward model on another dataset whose outcomes are known.
+    """Evaluate a reward model on another dataset with known outcomes.
 
     \b
     Examples:
@@ -155,7 +159,7 @@ def _show(found: Judged) -> None:
     if found.accuracy is not None:
         missed = f"missed {shown(found.false_negatives)} of the successes"
         print(f"right {shown(found.accuracy)}; wrongly successful {shown(found.false_positives)}; {missed}")
-        print(f"frames of failures taken for a success: {shown(found.frame_false_positives)}")
+        print(f"frames of failures classified as success: {shown(found.frame_false_positives)}")
         print(f"probabilities: Brier score {found.brier:.3f}, calibration error {found.calibration_error:.3f}")
     if found.spearman is not None:
         print(f"values and returns: rank correlation {found.spearman:.2f}")

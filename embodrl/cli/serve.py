@@ -9,9 +9,9 @@ from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, loa
 
 
 def arguments_of(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """Return the policy's path, if any, and settings: ``policy=`` and ``protocol=`` are names of this command's own.
+    """Return the policy's path, if any, and the settings; ``policy=`` and ``protocol=`` exist only in this command.
 
-    A policy that is not a directory is a repository of the hub: ``model.model_path``.
+    A policy that is not a directory is a hub repository: ``model.model_path``.
     """
     from embodrl.hub import is_hub_id
 
@@ -34,8 +34,8 @@ def serve(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
     """Serve a policy to robots and benchmarks, until Ctrl-C or SIGTERM.
 
     The first argument, or policy=PATH, may be a run (its final policy, or its newest checkpoint), one of its
-    checkpoints, a policy directory, or a model on the hub. protocol=openpi,http says how (serve.protocols).
-    The environment says which cameras the policy sees; no simulator is started. Clients need the token that is printed
+    checkpoints, a policy directory, or a model on the hub. protocol=openpi,http selects protocols (serve.protocols).
+    The environment defines the policy's cameras; no simulator is started. Clients need the printed token
     (serve.token); see docs/serving.md.
 
     \b

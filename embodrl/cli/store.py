@@ -16,9 +16,9 @@ app = make_app()
 
 @app.callback()
 def about() -> None:
-    """Collector, trainer and evaluator as processes that share nothing but a store: episodes, weights, results.
+    """Collector, trainer and evaluator as processes that share only a store: episodes, weights, results.
 
-    Each may be stopped or killed at any time; its command, repeated, continues.
+    Each may be stopped or killed at any time; the same command resumes.
 
     \b
     Examples:
@@ -37,7 +37,7 @@ def _run(
 
 
 def collect(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
-    """Act with the policy, write finished episodes into the store, and take up newer weights from there.
+    """Act with the policy, write finished episodes into the store, and load newer weights from there.
 
     \b
     Examples:
@@ -72,7 +72,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
 def evaluate(
     overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False
 ) -> None:
-    """Measure every version of the weights in the store, as they come, and write the results there.
+    """Evaluate every version of the weights in the store, as they come, and write the results there.
 
     \b
     Examples:
@@ -107,9 +107,9 @@ def status(overrides: Overrides = None, config: ConfigFile = None, debug: Debug 
 
 
 def compact(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
-    """Merge the small shards of each collector into large ones, while others write and read.
+    """Merge the small shards of each collector into large ones, while other processes write and read.
 
-    One such command runs at a time; one that was killed is repeated, and completes its work.
+    Run one such command at a time; after a kill, repeat it to complete the work.
 
     \b
     Examples:

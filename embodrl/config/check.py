@@ -1,4 +1,4 @@
-"""Types and ranges: the schema's verdict in words."""
+"""Types and ranges: pydantic errors as config problems."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from embodrl.config.schema import (
     sections_of,
     with_sections,
 )
+from embodrl.config.schema.optional import BY_NAME
 from embodrl.config.schema.readers import Verb, settings_of
 from embodrl.config.schema.section import NameOf, Section
 from embodrl.errors import ConfigProblem, EmbodrlError
 from embodrl.names import is_misspelt, nearest
-from embodrl.specs import ADVANTAGES, DEFAULT_ENV, ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, VERBS
+from embodrl.specs import ADVANTAGES, DEFAULT_ENV, ENGINES, ENVS, LOSSES, MODELS, VERBS
 
 TAGS = {"env": "env_type", "model": "model_type"}
 """Sections whose settings depend on one of them, which names a spec."""
@@ -41,7 +42,11 @@ def with_every_section(schema: type[Config]) -> type[Config]:
     """Return the schema with the sections of all verbs, engines and protocols, which a configuration may have."""
     found = _sections_that_load("", (name for spec in VERBS.all() for name in spec.sections))
     engines = ("actor", (ENGINES,)), ("rollout", (ENGINES,))
-    for path, registries in (*engines, ("serve", (SERVE_PROTOCOLS,)), ("algorithm", (ADVANTAGES, LOSSES))):
+    for path, registries in (
+        *engines,
+        ("algorithm", (ADVANTAGES, LOSSES)),
+        *((path, (registry,)) for path, registry in BY_NAME.items()),
+    ):
         section = cast(type[Section], section_model(path, schema))
         further = (name for registry in registries for name in registry if name not in section.model_fields)
         found[path] = with_sections(section, _sections_that_load(path, further))
@@ -62,7 +67,8 @@ def shipped_schemas() -> list[type[Config]]:
     further: dict[str, object] = {name: {} for verb in VERBS.builtin for name in VERBS.entry(verb).sections}
     for section in ("actor", "rollout"):
         further[section] = {name: {} for name in ENGINES.builtin}
-    further["serve"] = {name: {} for name in SERVE_PROTOCOLS.builtin}
+    further |= {path: {name: {} for name in registry.builtin} for path, registry in BY_NAME.items() if path != "model"}
+    further["algorithm"] = {name: {} for name in sections_of("algorithm", (*ADVANTAGES.builtin, *LOSSES.builtin))}
     schemas = [schema_for({**further, "env": {"env_type": name}}) for name in ENVS.builtin]
     return [*schemas, *(schema_for({"model": {"model_type": name}}) for name in MODELS.builtin)]
 
@@ -281,7 +287,7 @@ def _hint(kind: str, key: str, value: object, allowed: str) -> str:
     if kind == "finite_number":
         return "give a finite number" + (", or null to switch it off" if "null" in allowed else "")
     one = "one of: " if kind == "literal_error" and ", " in allowed else ""
-    return f"give {one}{allowed}" if allowed else "see docs/configuration.md"
+    return f"give {one}{allowed}" if allowed else f"see `embodrl explain {key}`"
 
 
 def _is_number(text: str) -> bool:
@@ -327,16 +333,22 @@ def unknown_key(
         near = _of_a_near_name(name, own) or _of_a_near_name(name, known)
     where = f"the section '{section}'" if section else "the configuration"
     leaf = near.rpartition(".")[2]
-    hint = "remove it; see docs/configuration.md for all keys"
+    listed = _lists_keys(section if names else "")
+    hint = f"remove it; {listed}"
     if (near and near == meant) or (is_misspelt(name, leaf) and _accepts(near, value, schema)):
         hint = f"write {near}"
     elif near:
-        hint = "docs/configuration.md has all keys; the nearest name may be of something else"
+        hint = f"{listed}; the nearest name may be of something else"
     if not section and near in names and is_misspelt(name, near) and model_of(schema.model_fields[near].annotation):
         hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
     return ConfigProblem(
         key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
     )
+
+
+def _lists_keys(section: str) -> str:
+    """Say which command lists the keys of a section, "" for those of the configuration."""
+    return f"`embodrl explain {section}` lists its keys" if section else "`embodrl config show` prints all keys"
 
 
 def _accepts(key: str, value: object, schema: type[BaseModel]) -> bool:

@@ -12,10 +12,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
-from embodrl import __version__
 from embodrl.config.explain import flow
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
+from embodrl.version import __version__
 
 ABSENT: object = object()
 FREE = (

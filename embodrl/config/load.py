@@ -20,15 +20,17 @@ from embodrl.config.presets import of_algorithm
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
 from embodrl.config.rules import run_rules
-from embodrl.config.rules.base import Context, Rule, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb
 from embodrl.config.trust import untrusted_code
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
-from embodrl.names import exits_named, nearest
+from embodrl.names import nearest
+from embodrl.rule_set import Rule
 from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES
+from embodrl.user_code import guard_user_code
 
 WITHOUT_ENTRIES: set[str] = set()
 """Extensions whose import registered nothing. Only the first import of a module shows it."""
@@ -484,7 +486,7 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
     known = _registered()
     try:
         # A module may call sys.exit or os._exit, which would end the command without a message.
-        with exits_named(f"importing '{name}'"):
+        with guard_user_code(f"importing '{name}'"):
             importlib.import_module(name)
     except EmbodrlError as error:  # of a registration: its own hint and code say what to write there
         message = f"importing '{name}' failed: {error.message}"

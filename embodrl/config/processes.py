@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from embodrl import __version__
 from embodrl.config.nodes import Node, Origin, lookup
 from embodrl.config.schema import Config
 from embodrl.fields import MAX_JSON_BYTES, read_regular_file
 from embodrl.processor import processor
 from embodrl.specs import ENVS
+from embodrl.version import __version__
 
 AUTO = "auto"
 KEY = "env.num_processes"

@@ -377,7 +377,6 @@ _MODELS = {
     "openvla": "openvla",
     "openvla_oft": "openvla_oft",
     "gr00t": "gr00t",
-    "gr00t_n1d6": "gr00t_n1_6",
     "gr00t_n1d7": "gr00t_n1_7",
     "mlp_policy": "mlp",
     "cnn_policy": "cnn",
@@ -388,7 +387,6 @@ _LIBERO_MODELS = {
     "pi0": "pi0_libero",
     "pi05": "pi05_libero",
     "gr00t": "gr00t_libero",
-    "gr00t_n1_6": "gr00t_n1_6_libero",
     "gr00t_n1_7": "gr00t_n1_7_libero",
 }
 _ALGORITHMS = {
@@ -1070,7 +1068,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
 
 def _flow(recipe: Recipe) -> str:
     kind = str(recipe.get("actor.model.model_type") or recipe.get("actor.model.model_name"))
-    return "flow" if kind in ("openpi", "openpi_rlinf", "gr00t", "gr00t_n1d6", "gr00t_n1d7") else ""
+    return "flow" if kind in ("openpi", "openpi_rlinf", "gr00t", "gr00t_n1d7") else ""
 
 
 def _dsrl(recipe: Recipe, ours: str, value: object) -> Settings:

@@ -1,7 +1,7 @@
-"""Batch: the record that workers exchange; tensors, objects per row, and metadata of the whole.
+"""Batch, the record exchanged by workers: tensors, per-row objects, and metadata of the whole.
 
-A batch is flat, ``[N]``, or has time, ``[T,N]``. Rows are the last of these axes: environments of a rollout, or chunks
-once the time axis has been folded. Row operations work on both. Unless documented otherwise, a method leaves its batch
+A batch is flat, ``[N]``, or has a time axis, ``[T,N]``. Rows are the last of these axes: environments of a rollout, or
+chunks once time has been folded. Row operations work on both. Unless documented otherwise, a method leaves its batch
 unchanged and returns a new one; slices and folds share memory with the original.
 
 Shapes: T steps, N rows.
@@ -36,22 +36,22 @@ from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
 
 Key: TypeAlias = str | tuple[str, ...]
 Column: TypeAlias = "Tensor | Columns | list[Any] | Array"
-"""What can be assigned: a tensor, a group of columns, or (a list or an array) objects."""
+"""Assignable values: a tensor, a group of columns, or (a list or an array) objects."""
 
 
 class Batch:
-    """Rows of tensors, which may be nested, of other data, and metadata that belongs to all of them.
+    """Rows of tensors, which may be nested, of other per-row data, and metadata of the whole batch.
 
     Args:
         columns: tensors by name, each ``[N,...]`` or ``[T,N,...]``; a dictionary makes a group of columns.
         objects: non-tensor data by name: a list of N objects (the same at all steps) or an array ``[N,...]`` or
             ``[T,N,...]``.
-        meta: about the whole batch.
+        meta: metadata of the whole batch.
         batch_size: ``[N]`` or ``[T,N]``; by default ``[N]``, the length of the first column.
 
     Raises:
         BatchShapeError: a column does not fit the batch size.
-        BatchKeyError: a name is used for a column and for objects.
+        BatchKeyError: a name is used for both a column and objects.
     """
 
     __slots__ = ("batch_size", "meta", "objects", "tensors")
@@ -88,7 +88,7 @@ class Batch:
 
     @property
     def row_dim(self) -> int:
-        """The axis of the rows."""
+        """Axis of the rows."""
         return len(self.batch_size) - 1
 
     def __len__(self) -> int:
@@ -99,11 +99,11 @@ class Batch:
         return f"{type(self).__name__}({list(self.batch_size)}, {columns}, objects={list(self.objects)})"
 
     def names(self) -> list[str]:
-        """Return the names of columns, of groups of columns, and of objects."""
+        """Return the names of columns, column groups and objects."""
         return [*self.tensors, *self.objects]
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Yield every tensor with its path; in a group the tensor's own name is the last part."""
+        """Yield every tensor with its path, which ends with the tensor's own name."""
         yield from leaves(self.tensors, ())
 
     def __contains__(self, key: object) -> bool:
@@ -123,12 +123,12 @@ class Batch:
     @overload
     def __getitem__(self, key: Rows) -> Self: ...
     def __getitem__(self, key: Key | Rows) -> Any:
-        """Return a column by name or, as a batch, rows by a number, slice, list or mask.
+        """Return a column by name or, as a batch, rows by index, slice, list or mask.
 
         Raises:
-            BatchKeyError: there is no such column.
-            BatchIndexError: there is no such row.
-            BatchShapeError: the mask has another length.
+            BatchKeyError: no such column.
+            BatchIndexError: no such row.
+            BatchShapeError: the mask has the wrong length.
         """
         if isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(part, str) for part in key)):
             found = self.get(cast(Key, key))
@@ -140,15 +140,11 @@ class Batch:
         return self._take(row_index(cast(Rows, key), len(self)))
 
     def __iter__(self) -> Iterator[Self]:
-        """Yield the rows, each as a batch of one."""
+        """Yield the rows as batches of size one."""
         yield from self.split(1) if len(self) else ()
 
     def __setitem__(self, name: str, column: Column) -> None:
-        """Add or replace a column, a group of columns, or (a list or an array) objects.
-
-        Raises:
-            BatchShapeError: it does not fit the batch size.
-        """
+        """Add or replace a column, a column group, or objects; BatchShapeError if the value does not fit."""
         if isinstance(column, list | np.ndarray):
             self.objects[name] = as_objects(name, column, self.batch_size)
             self.tensors.pop(name, None)
@@ -157,14 +153,14 @@ class Batch:
             if tuple(tensor.shape[: self.row_dim + 1]) != self.batch_size:
                 raise BatchShapeError(
                     f"column '{'/'.join(path)}' has shape {list(tensor.shape)}, and the batch {list(self.batch_size)}",
-                    "the first axes of a column are those of the batch",
+                    "the first axes of a column must be the batch axes",
                 )
         self.objects.pop(name, None)
         self.tensors[name] = column if isinstance(column, Tensor) else as_group(column)
 
     def replace(self, **columns: Column | None) -> Self:
-        """Return the batch with some columns added or replaced, or removed if None; the others are shared."""
-        # The dictionaries are copied, not the tensors: a column that is added must not show in the original.
+        """Return the batch with columns added, replaced, or (if None) removed; the others are shared."""
+        # Copy the dictionaries, not the tensors: an added column must not show in the original.
         result = self._with(as_group(self.tensors), dict(self.objects))
         for name, column in columns.items():
             if column is not None:
@@ -174,11 +170,7 @@ class Batch:
         return result
 
     def select(self, *keys: Key) -> Self:
-        """Return the batch with these columns only; a tuple names a column of a group.
-
-        Raises:
-            BatchKeyError: one does not exist.
-        """
+        """Return the batch with only these columns; a tuple names a column of a group. Raises BatchKeyError."""
         for key in keys:
             if key not in self:
                 raise self._no_column(key)
@@ -192,12 +184,8 @@ class Batch:
         return self._with(as_group(tensors), objects)
 
     def pop(self, *keys: Key) -> Self:
-        """Remove columns from this batch, and return them as a batch.
-
-        Raises:
-            BatchKeyError: one does not exist; nothing is removed.
-        """
-        # Selected first: if one name is unknown, nothing is removed.
+        """Remove columns from this batch and return them as a batch; on BatchKeyError nothing is removed."""
+        # Select first: if a name is unknown, nothing is removed.
         taken = self.select(*keys)
         for key in keys:
             if key in self.objects:
@@ -211,12 +199,12 @@ class Batch:
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """Return the rows of all parts, in order; a single part is returned itself.
+        """Return the rows of all parts, in order; a single part is returned as is.
 
         Raises:
-            BatchKeyError: their columns differ.
-            BatchShapeError: a column differs in shape or dtype, or the parts in their number of steps.
-            BatchError: there is no part, or meta differs.
+            BatchKeyError: the columns differ.
+            BatchShapeError: a column differs in shape or dtype, or the parts differ in their number of steps.
+            BatchError: there are no parts, or their meta differs.
         """
         if not parts:
             raise BatchError("no batches to concatenate", "pass at least one")
@@ -232,18 +220,15 @@ class Batch:
         return first._with(tensors, objects, (*first.batch_size[:-1], sum(map(len, parts))))
 
     def split(self, size: int) -> list[Self]:
-        """Return parts of that many rows, the last perhaps of fewer; an empty batch as one empty part."""
+        """Split into parts of ``size`` rows; the last may be smaller. An empty batch gives one empty part."""
         if size < 1:
             raise BatchError(f"parts of {size} rows", "use a size of at least 1")
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
     def minibatches(self, size: int, epochs: int, generator: torch.Generator | int) -> Iterator[Self]:
-        """Yield the rows in random order, in batches of at most ``size`` whose sizes differ by at most one.
+        """Yield the rows in random order, ``epochs`` times, in nearly equal batches of at most ``size``.
 
-        Args:
-            size: rows per minibatch.
-            epochs: how often every row is drawn.
-            generator: generator on the CPU, or a seed.
+        ``generator`` is a CPU generator or a seed.
         """
         if size < 1:
             raise BatchError(f"minibatches of {size} rows", "use a size of at least 1")
@@ -256,11 +241,7 @@ class Batch:
     # -- time and device ----------------------------------------------------------------------------------------------
 
     def fold(self) -> Self:
-        """Return ``[T,N]`` as ``[T*N]``: first all rows of the first step.
-
-        Raises:
-            BatchShapeError: the batch has no time axis.
-        """
+        """Return ``[T,N]`` as ``[T*N]``, step by step; BatchShapeError if the batch has no time axis."""
         if self.num_steps is None:
             raise BatchShapeError(f"a batch of {list(self.batch_size)} has no time axis to fold", "it is flat already")
         rows = self.num_steps * len(self)
@@ -275,8 +256,8 @@ class Batch:
     # -- internals ----------------------------------------------------------------------------------------------------
 
     def _with(self, tensors: Group, objects: dict[str, Array], batch_size: tuple[int, ...] | None = None) -> Self:
-        """Return a batch of parts that are known to fit, with a copy of the meta; None keeps the batch size."""
-        # Not through the constructor: its checks have been made for these parts.
+        """Return a batch of parts known to fit, with a copy of the meta; None keeps the batch size."""
+        # Bypass the constructor, whose checks these parts have passed.
         result = type(self).__new__(type(self))
         result.tensors = tensors
         result.objects = objects
@@ -285,16 +266,15 @@ class Batch:
         return result
 
     def _slice(self, rows: slice) -> Self:
-        """Return the rows of a slice, sharing memory."""
         start, stop, step = rows.indices(len(self))
-        # A step beyond the end is the same slice, and torch accepts only steps that fit int64.
+        # torch accepts only steps that fit int64; a step beyond the end selects the same rows.
         where = (slice(None),) * self.row_dim + (slice(start, stop, min(step, len(self) + 1)),)
         size = (*self.batch_size[:-1], len(range(start, stop, step)))
         objects = {name: x[where] for name, x in self.objects.items()}
         return self._with(mapped(lambda x: x[where], self.tensors), objects, size)
 
     def _take(self, index: Tensor) -> Self:
-        """Return the rows of those indices ``int64[M]``, copied."""
+        """Return the rows at ``int64[M]``, copied."""
         dim = self.row_dim
         rows = index.numpy()
         tensors = mapped(lambda x: x.index_select(dim, index.to(x.device)), self.tensors)
@@ -315,7 +295,7 @@ def _check_layout(first: Batch, other: Batch, number: int) -> None:
     if first.batch_size[:-1] != other.batch_size[:-1]:
         raise BatchShapeError(
             f"batch 0 is {list(first.batch_size)} and batch {number} {list(other.batch_size)}",
-            "only the number of rows, the last axis, may differ",
+            "only the number of rows (the last axis) may differ",
         )
     left_columns, right_columns = (
         {"/".join(path): tensor for path, tensor in batch.leaves()} | batch.objects for batch in (first, other)
@@ -330,7 +310,7 @@ def _check_layout(first: Batch, other: Batch, number: int) -> None:
     start = first.row_dim + 1
     for name, left in left_columns.items():
         right = right_columns[name]
-        # Arrays of text differ in dtype by their longest text, and numpy joins them.
+        # Text arrays differ in dtype by their longest text; numpy can join them.
         texts = all(isinstance(x, np.ndarray) and x.dtype.kind == "U" for x in (left, right))
         if left.shape[start:] != right.shape[start:] or (left.dtype != right.dtype and not texts):
             raise BatchShapeError(

@@ -1,4 +1,4 @@
-"""Parts of a batch: nested groups of columns, arrays of objects, row indices, and comparison of two values."""
+"""Parts of a batch: nested column groups, arrays of objects, row indices, and comparison of values."""
 
 from __future__ import annotations
 
@@ -13,23 +13,19 @@ from torch import Tensor
 from embodrl.errors import BatchError, BatchIndexError, BatchShapeError
 
 Array: TypeAlias = NDArray[Any]
-"""An array of any dtype; of objects where rows are not numbers."""
+"""Array of any dtype; object dtype where rows are not numbers."""
 Rows: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | Array
 Columns: TypeAlias = "Mapping[str, Tensor | Columns]"
 """Tensors by name, possibly in nested groups."""
 Group: TypeAlias = "dict[str, Tensor | Group]"
-"""The columns of a batch, and those of a group in it.
+"""Columns of a batch or of a group in it.
 
-Not a TensorDict of the library tensordict: importing that imports torch's compiler, 1.5 s in every process.
+Not tensordict's TensorDict: importing it imports torch's compiler, 1.5 s in every process.
 """
 
 
 def leaves(node: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """Yield the tensors of nested groups with their paths.
-
-    Raises:
-        BatchShapeError: something is not a tensor.
-    """
+    """Yield the tensors of nested groups with their paths; BatchShapeError if a leaf is not a tensor."""
     if isinstance(node, Mapping):
         for name, child in cast("Mapping[str, object]", node).items():
             yield from leaves(child, (*path, str(name)))
@@ -37,18 +33,18 @@ def leaves(node: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
         yield path, node
     else:
         raise BatchShapeError(
-            f"column '{'/'.join(path)}' is not a tensor but {type(node).__name__}",
+            f"column '{'/'.join(path)}' must be a tensor, not {type(node).__name__}",
             "pass it as objects",
         )
 
 
 def as_group(columns: Columns) -> Group:
-    """Return columns, and groups of them, in new dictionaries."""
+    """Copy columns and groups into new dictionaries."""
     return {str(name): column if isinstance(column, Tensor) else as_group(column) for name, column in columns.items()}
 
 
 def mapped(fn: Callable[..., Tensor], *groups: Group) -> Group:
-    """Return what ``fn`` makes of each column, given those of that path in all groups, which have the same paths."""
+    """Apply ``fn`` to the columns at each path of all groups, which must have the same paths."""
     found: Group = {}
     for name, first in groups[0].items():
         parts = [group[name] for group in groups]
@@ -57,7 +53,7 @@ def mapped(fn: Callable[..., Tensor], *groups: Group) -> Group:
 
 
 def at_path(group: Group, path: tuple[str, ...]) -> Tensor | Group | None:
-    """Return the column or the group of a path; None if there is none."""
+    """Return the column or group at a path; None if there is none."""
     found: Tensor | Group | None = group
     for name in path:
         found = found.get(name) if isinstance(found, dict) else None
@@ -65,30 +61,27 @@ def at_path(group: Group, path: tuple[str, ...]) -> Tensor | Group | None:
 
 
 def group_at(group: Group, path: Sequence[str]) -> Group:
-    """Return the group of a path; what is missing of it is made."""
+    """Return the group at a path, creating missing groups."""
     for name in path:
         group = cast("Group", group.setdefault(name, {}))
     return group
 
 
 def num_rows_of(columns: Columns, objects: Mapping[str, Sequence[object] | Array]) -> int:
-    """Return the length of the first column, or of the first objects; 0 without any.
-
-    Raises:
-        BatchShapeError: the first column is a scalar.
-    """
+    """Return the length of the first column or objects, 0 without any; BatchShapeError for a scalar column."""
     for path, tensor in leaves(columns, ()):
         if not tensor.ndim:
-            raise BatchShapeError(f"column '{'/'.join(path)}' is a scalar", "the first axis of a column is its rows")
+            raise BatchShapeError(
+                f"column '{'/'.join(path)}' is a scalar", "the first axis of a column must be the rows"
+            )
         return len(tensor)
     return next((len(values) for values in objects.values()), 0)
 
 
 def as_objects(name: str, values: Sequence[object] | Array, batch_size: tuple[int, ...]) -> Array:
-    """Return objects as an array that begins with the axes of the batch; a list, one per row, is the same at all steps.
+    """Return objects as an array that begins with the batch axes; a list, one per row, is repeated over the steps.
 
-    Raises:
-        BatchShapeError: they do not fit.
+    Raises BatchShapeError if they do not fit.
     """
     if isinstance(values, np.ndarray):
         array = values
@@ -110,8 +103,8 @@ def row_index(rows: Rows, num_rows: int) -> Tensor:
     """Return the selected rows as ``int64[M]`` on the CPU.
 
     Raises:
-        BatchIndexError: there is no such row.
-        BatchShapeError: a mask has another length.
+        BatchIndexError: no such row.
+        BatchShapeError: a mask has the wrong length.
     """
     if isinstance(rows, slice):
         return torch.tensor(range(num_rows)[rows], dtype=torch.int64)
@@ -129,28 +122,28 @@ def row_index(rows: Rows, num_rows: int) -> Tensor:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names in alphabetical order, for a message."""
+    """Format names in alphabetical order for a message."""
     return ", ".join(sorted(names)) or "none"
 
 
 def brief(value: object) -> str:
-    """Return dtype and shape, or a short representation, for a message."""
+    """Format dtype and shape, or a short representation, for a message."""
     if isinstance(value, Tensor | np.ndarray):
         return f"{value.dtype} {list(value.shape)}"
     return repr(value) if len(repr(value)) <= 60 else f"{type(value).__name__} of {len(repr(value))} characters"
 
 
 def check_same(what: str, left: object, right: object) -> None:
-    """Raise BatchError unless ``left`` and ``right`` are the same."""
+    """Raise BatchError unless ``left`` and ``right`` are equal."""
     if not is_same(left, right):
         raise BatchError(
-            f"{what} is {brief(left)} in one batch and {brief(right)} in the other, with other content or type",
+            f"{what} is {brief(left)} in one batch and {brief(right)} in the other, with different content or type",
             "rename or remove one of them",
         )
 
 
 def is_same(left: object, right: object) -> bool:
-    """Whether type, shape, dtype and content are the same; NaN equals NaN, the order of keys does not matter."""
+    """Whether type, shape, dtype and content are equal; NaN equals NaN, and key order does not matter."""
     if isinstance(left, Tensor):
         return isinstance(right, Tensor) and _same_tensors(left, right)
     if isinstance(left, np.ndarray):

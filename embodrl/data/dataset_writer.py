@@ -1,7 +1,7 @@
-"""The life of a dataset that is being written: staged, committed now and then, and renamed once it is complete.
+"""Lifecycle of a dataset being written: staged, committed periodically, and renamed once complete.
 
-Episodes are written into ``.NAME.partial``, which ``close`` renames to ``NAME``. ``commit`` syncs what was added and
-lists it in ``.NAME.commit.json``: after a kill or a power failure the next writer continues from the last commit.
+Episodes are written to ``.NAME.partial``, which ``close`` renames to ``NAME``. ``commit`` syncs the added episodes and
+records them in ``.NAME.commit.json``: after a kill or power failure the next writer continues from the last commit.
 """
 
 from __future__ import annotations
@@ -26,23 +26,22 @@ ELSEWHERE = "set collect.output_dir to a writable directory on another disk"
 
 
 class DatasetWriter(ABC):
-    """Writes demonstrations to a directory that appears when it is complete.
+    """Writes demonstrations to a directory that appears once complete.
 
-    Leaving its context without ``close`` removes what was not committed.
+    Leaving the context without ``close`` discards uncommitted episodes.
 
     Args:
-        directory: final name; does not exist yet, or is empty.
-        resume: continue an interrupted collection from its last commit; otherwise one is in the way.
+        directory: final path; must not exist or be empty.
+        resume: continue an interrupted collection from its last commit; otherwise such a collection is an error.
 
     Attributes:
-        format: its name.
-        directory, staging: the final directory, and the one that is written to.
-        progress: what the last ``commit`` of an interrupted collection was given; None for a new dataset.
-        num_frames: of all episodes so far.
+        staging: directory written to.
+        progress: argument of the last ``commit`` of an interrupted collection; None for a new dataset.
+        num_frames: frames of all episodes so far.
 
     Raises:
-        EmbodrlError: the directory is not empty, another process writes it, or an interrupted collection is in the way.
-        OutputError: it can't be written; later, the disk is full.
+        EmbodrlError: the directory is not empty, another process writes it, or it holds an interrupted collection.
+        OutputError: the directory can't be written; later, the disk is full.
     """
 
     format: str
@@ -64,11 +63,11 @@ class DatasetWriter(ABC):
                 self._recover(resume)
             else:
                 self._remove_all_but(set())
-        except BaseException:  # of a broken commit, or a signal: raised again
+        except BaseException:  # a failed commit, or a signal; re-raised
             self._unlock()
             raise
 
-    # -- what a format implements ---------------------------------------------------------------------------------
+    # -- implemented by formats ------------------------------------------------------------------------------------
 
     @abstractmethod
     def _add(self, episode: DemoEpisode) -> None:
@@ -76,21 +75,21 @@ class DatasetWriter(ABC):
 
     @abstractmethod
     def _flush(self) -> dict[str, object]:
-        """Finish all files; return what ``_restore`` needs, as JSON."""
+        """Finish all files; return the JSON that ``_restore`` needs."""
 
     @abstractmethod
     def _restore(self, state: Fields) -> None:
-        """Continue from what ``_flush`` returned."""
+        """Continue from the result of ``_flush``."""
 
     @abstractmethod
     def _write_meta(self, meta: Mapping[str, object]) -> None:
-        """Write what describes the complete dataset; ``meta`` says how it was made."""
+        """Write the description of the complete dataset; ``meta`` records how it was made."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """End processes that write files."""
+        """Stop processes that write files."""
 
-    # -- what is called -------------------------------------------------------------------------------------------
+    # -- public ----------------------------------------------------------------------------------------------------
 
     def add(self, episode: DemoEpisode) -> None:
         """Add an episode."""
@@ -98,12 +97,8 @@ class DatasetWriter(ABC):
             self._add(episode)
 
     def commit(self, progress: Mapping[str, object]) -> None:
-        """Make what was added survive a kill.
-
-        Args:
-            progress: what the collection needs to continue; JSON.
-        """
-        if self._lock is None:  # after an error that ``add`` has raised
+        """Make the added episodes durable; ``progress`` is JSON that the collection needs to continue."""
+        if self._lock is None:  # after an error raised by ``add``
             return
         with self.output_errors():
             state = self._flush()
@@ -117,8 +112,8 @@ class DatasetWriter(ABC):
             write_json_file(self._commit_file, content)
 
     def close(self, meta: Mapping[str, object]) -> None:
-        """Write what is left and ``meta`` (how it was made), then give the directory its name."""
-        if self._lock is None:  # after an error that ``add`` or ``commit`` has raised
+        """Write remaining episodes and ``meta`` (how the dataset was made), then rename to the final path."""
+        if self._lock is None:  # after an error raised by ``add`` or ``commit``
             return
         with self.output_errors():
             self._flush()
@@ -132,7 +127,7 @@ class DatasetWriter(ABC):
         self._unlock()
 
     def abort(self) -> None:
-        """Remove what was not committed."""
+        """Discard uncommitted episodes."""
         if self._lock is None:
             return
         self._stop()
@@ -150,7 +145,7 @@ class DatasetWriter(ABC):
 
     @contextlib.contextmanager
     def output_errors(self) -> Iterator[None]:
-        """Turn an OSError of the block into an OutputError, and remove what was not committed."""
+        """Convert an OSError in the block to an OutputError and discard uncommitted episodes."""
         try:
             yield
         except (OSError, OutputError) as error:
@@ -165,18 +160,18 @@ class DatasetWriter(ABC):
     # -- interrupted collections ----------------------------------------------------------------------------------
 
     def _locked(self) -> int:
-        """Lock the staging directory; the lock ends with the process, however that ends."""
+        """Lock the staging directory until the process ends."""
         descriptor = os.open(self.staging, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(descriptor)
             raise EmbodrlError(
-                f"another process collects into {self.directory}",
-                "wait until it has ended, or choose another directory",
+                f"another process is collecting into {self.directory}",
+                "wait until it ends, or choose another directory",
                 code="dataset-in-use",
             ) from error
-        except OSError:  # some network file systems have no locks
+        except OSError:  # some network file systems do not support locks
             pass
         return descriptor
 
@@ -207,6 +202,5 @@ class DatasetWriter(ABC):
         return {path.relative_to(self.staging).as_posix() for path in self.staging.rglob("*") if not path.is_dir()}
 
     def _remove_all_but(self, kept: set[str]) -> None:
-        """Remove files that were begun after the last commit."""
         for name in self._files() - kept:
             (self.staging / name).unlink(missing_ok=True)

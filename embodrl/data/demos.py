@@ -1,4 +1,4 @@
-"""Demonstrations in memory: what is recorded, and what is trained on.
+"""Demonstrations in memory, for recording and training.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -18,36 +18,36 @@ from embodrl.errors import EmbodrlError, FileDamagedError
 
 MAX_FRAMES = 10**8
 MAX_MAGNITUDE = 1e9
-"""Actions and states beyond this are not of a robot: a damaged exponent."""
-HINT = "copy or download the whole dataset once more"
+"""Larger actions and states come from no robot: a damaged exponent."""
+HINT = "copy or download the whole dataset again"
 
 
 EXECUTED = "executed_action"
 REWARD = "next.reward"
 TERMINATED = "next.terminated"
-"""Columns of a dataset from which transitions can be made."""
+"""Dataset columns from which transitions can be made."""
 LOG_PROB = "action_log_prob"
-"""Column of a dataset that a policy has recorded: of each action, as it was drawn."""
+"""Column of a dataset recorded by a policy: log-prob of each action as drawn."""
 POLICY_VERSION = "policy_version"
-"""Column of the episodes in a store: the number of updates behind the weights that chose each action."""
+"""Column of stored episodes: number of updates behind the weights that chose each action."""
 ACTED_BY = "acted_by"
-"""Column of the same: who acted, as ``source`` of ``ReplayBuffer``."""
+"""Column of stored episodes: who acted, like ``source`` of ``ReplayBuffer``."""
 REWARDS = "rewards"
-"""In what says how a dataset was made: the settings that its rewards follow from."""
+"""Key in a dataset's metadata: the settings that determine its rewards."""
 RECORDED = {"recorded": True}
-"""In their place: the rewards are those that somebody else has recorded."""
+"""Value of ``REWARDS`` for rewards recorded by other software."""
 
 
 @dataclass
 class Outcomes:
-    """What the actions of demonstrations led to, which makes them transitions.
+    """Outcomes of demonstrated actions, which turn frames into transitions.
 
     Attributes:
-        executed: ``float32[N,A]``, the actions that were executed, perturbations included.
-        rewards: ``float32[N]``, of each.
-        terminated: ``bool[N]``, the task ended the episode with it.
-        log_probs: ``float32[N]``, of the executed action by the policy that drew it, in nats; None where none was
-            drawn. Not read back.
+        executed: ``float32[N,A]``, executed actions, perturbations included.
+        rewards: ``float32[N]``, reward of each action.
+        terminated: ``bool[N]``, the task ended the episode with this action.
+        log_probs: ``float32[N]``, log-prob in nats of the executed action under the policy that drew it; None if none
+            was drawn. Not read back.
     """
 
     executed: NDArray[np.float32]
@@ -56,13 +56,13 @@ class Outcomes:
     log_probs: NDArray[np.float32] | None = None
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
-        """Return the columns of a dataset."""
+        """Return the dataset columns."""
         drawn: dict[str, NDArray[np.generic]] = {} if self.log_probs is None else {LOG_PROB: self.log_probs}
         return {EXECUTED: self.executed, REWARD: self.rewards, TERMINATED: self.terminated, **drawn}
 
     @classmethod
     def of(cls, columns: Mapping[str, NDArray[np.generic]]) -> Outcomes | None:
-        """Return what the columns of a dataset hold; None if they are not all there."""
+        """Return the outcomes held by the columns of a dataset; None if any is missing."""
         if not {EXECUTED, REWARD, TERMINATED} <= columns.keys():
             return None
         flags = columns[TERMINATED].reshape(-1).astype(np.bool_)
@@ -75,17 +75,16 @@ class DemoEpisode:
     """One demonstration.
 
     Attributes:
-        images: ``uint8[N,V,H,W,3]``, what was seen before each action.
+        images: ``uint8[N,V,H,W,3]``, images before each action.
         state: ``float32[N,S]``, proprioception before each action; S = 0 without.
-        actions: ``float32[N,A]``, what the expert would do there (not the perturbed action that was executed).
-        instruction: in words.
-        task: name.
+        actions: ``float32[N,A]``, the expert's actions (not the perturbed actions that were executed).
+        instruction: language instruction.
+        task: task name.
         seed: reset seed.
-        success: the task was solved; None where it is not known.
-        outcomes: what was executed, and what it led to; None where that is not known.
-        acted: ``float32[N]`` or ``int64[N]`` by name, what is known of how the actions came about, such as
-            ``POLICY_VERSION``.
-        id: unique among all episodes of a store; None outside of one.
+        success: the task was solved; None if unknown.
+        outcomes: executed actions and their outcomes; None if unknown.
+        acted: ``float32[N]`` or ``int64[N]`` by name, provenance of the actions, such as ``POLICY_VERSION``.
+        id: unique among all episodes of a store; None outside a store.
     """
 
     images: NDArray[np.uint8]
@@ -100,27 +99,27 @@ class DemoEpisode:
     id: str | None = None
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
-        """Return the columns of a dataset beside pictures, state and actions."""
+        """Return the dataset columns other than images, state and actions."""
         return {**({} if self.outcomes is None else self.outcomes.columns()), **self.acted}
 
 
 @dataclass
 class Demos:
-    """All the frames of a directory.
+    """All frames of a dataset.
 
     Attributes:
         images: ``uint8[N,V,H,W,3]``.
-        state: ``float32[N,S]``; S = 0 where none was recorded.
+        state: ``float32[N,S]``; S = 0 if none was recorded.
         actions: ``float32[N,A]``.
-        episode: ``int64[N]``, number of the episode.
-        last: ``int64[N]``, index of the last frame of that episode.
-        instruction_table: the different instructions, in the order of their first frames.
-        instruction: ``int64[N]``, place of each frame's in that table; it may change within an episode.
+        episode: ``int64[N]``, episode index.
+        last: ``int64[N]``, index of the last frame of the episode.
+        instruction_table: unique instructions, in the order of their first frames.
+        instruction: ``int64[N]``, index into that table; may change within an episode.
         tasks: one per episode.
-        seeds: reset seed of each episode in its simulator, None where it is not known.
-        success: whether each episode solved its task, None where it is not known.
-        outcomes: of all frames; None if the dataset does not have them.
-        acted_by: ``int64[N]``, who acted; None if the dataset does not say so.
+        seeds: simulator reset seed of each episode, None if unknown.
+        success: whether each episode solved its task, None if unknown.
+        outcomes: outcomes of all frames; None if the dataset has none.
+        acted_by: ``int64[N]``, who acted; None if not recorded.
     """
 
     images: NDArray[np.uint8]
@@ -145,15 +144,15 @@ class Demos:
         tasks: list[str],
         outcomes: Sequence[tuple[int | None, bool | None]] = (),
     ) -> Demos:
-        """Return episodes that follow each other.
+        """Return the demonstrations of consecutive episodes.
 
         Args:
-            columns: ``images``, ``state`` and ``actions`` of all frames; and ``ACTED_BY`` and those of ``Outcomes``, if
-                they are known.
+            columns: ``images``, ``state`` and ``actions`` of all frames; ``ACTED_BY`` and the columns of ``Outcomes``
+                if known.
             lengths: frames of each episode.
             instructions: one per episode, or one per frame.
             tasks: one per episode.
-            outcomes: seed and success of each episode; empty if nothing is known.
+            outcomes: seed and success of each episode; empty if unknown.
         """
         outcomes = outcomes or [(None, None)] * len(lengths)
         episode = np.repeat(np.arange(len(lengths)), lengths)
@@ -175,13 +174,11 @@ class Demos:
         )
 
     def _columns(self) -> dict[str, NDArray[np.generic]]:
-        """Return pictures, state, actions and, where it is known, who acted."""
         known: dict[str, NDArray[np.generic]] = {} if self.acted_by is None else {ACTED_BY: self.acted_by}
         return {"images": self.images, "state": self.state, "actions": self.actions, **known}
 
     @property
     def num_episodes(self) -> int:
-        """The number of episodes."""
         return len(self.tasks)
 
     def said(self, frames: NDArray[np.int64] | slice) -> list[str]:
@@ -190,7 +187,7 @@ class Demos:
 
     @cached_property
     def checksum(self) -> int:
-        """CRC-32 of what is seen, done and said."""
+        """CRC-32 of images, states, actions and instructions."""
         first = np.flatnonzero(np.diff(self.episode, prepend=-1))
         result = zlib.crc32("\n".join(self.said(first)).encode())
         columns: list[NDArray[np.generic]] = [self.images, self.actions, self.state, self.last]
@@ -201,7 +198,7 @@ class Demos:
         return result
 
     def select(self, episodes: Sequence[int]) -> Demos:
-        """Return these episodes, in this order, without their outcomes."""
+        """Return these episodes, in this order, without outcomes."""
         frames = [np.flatnonzero(self.episode == number) for number in episodes]
         index = np.concatenate(frames) if frames else np.zeros(0, np.int64)
         return Demos.of_episodes(
@@ -213,7 +210,7 @@ class Demos:
         )
 
     def split(self, count: int) -> tuple[Demos, Demos]:
-        """Return the first episodes, and the others, without their outcomes; both share the memory of these."""
+        """Return the first episodes and the rest, without outcomes; both share memory with this object."""
         border = int(np.searchsorted(self.episode, count))
         first = self._part(slice(0, border), slice(0, count))
         return first, self._part(slice(border, None), slice(count, None))
@@ -227,7 +224,7 @@ class Demos:
 
     @classmethod
     def concat(cls, parts: Sequence[Demos]) -> Demos:
-        """Return the episodes of several, one after the other, without their outcomes."""
+        """Return the episodes of all parts, in order, without outcomes."""
         every = [part._columns() for part in parts]
         shared = [name for name in every[0] if all(name in columns for columns in every)]
         columns = {name: np.concatenate([columns[name] for columns in every]) for name in shared}
@@ -241,36 +238,26 @@ class Demos:
         )
 
     def action_chunks(self, frames: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return the actions ``float32[n,C,A]`` from those frames on, and which ``bool[n,C]`` lie within the episode.
-
-        Beyond the end the last action is repeated.
-        """
+        """Return actions ``float32[n,C,A]`` from each frame on, the last repeated, and their mask ``bool[n,C]``."""
         index = frames[:, None] + np.arange(chunk)[None]
         inside = index <= self.last[frames][:, None]
         return self.actions[np.minimum(index, self.last[frames][:, None])], inside
 
 
 def damaged(path: Path, problem: object) -> FileDamagedError:
-    """Return the error of demonstrations that can't be read."""
+    """Return the error for unreadable demonstrations."""
     return FileDamagedError(f"{path} is damaged: {problem}", HINT)
 
 
 def layout_error(path: Path, problem: object, hint: str) -> EmbodrlError:
-    """Return the error of demonstrations that are whole, and laid out in a way that can't be read."""
+    """Return the error for intact demonstrations with an unsupported layout."""
     return EmbodrlError(f"{path}: {problem}", hint, code="dataset-layout")
 
 
 def check_numbers(path: Path, column: str, values: NDArray[np.float32], episode: int) -> None:
-    """Reject NaN, infinite and absurdly large numbers.
+    """Reject NaN, infinite and absurdly large numbers in the frames ``float32[N,D]`` of an episode.
 
-    Args:
-        path: file that they were read from.
-        column: their name.
-        values: ``float32[N,D]``, of the frames of an episode.
-        episode: its number.
-
-    Raises:
-        FileDamagedError: names file, episode, frame and column of the first.
+    Raises FileDamagedError naming file, episode, frame and column of the first.
     """
     wrong = ~(np.abs(values) <= MAX_MAGNITUDE)  # NaN compares false
     if wrong.any():

@@ -1,4 +1,4 @@
-"""What a directory of demonstrations says about itself: robot, rate, cameras and sizes. Reads no frames; no torch."""
+"""Self-description of a dataset of demonstrations: robot, rate, cameras and sizes. Reads no frames; needs no torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from embodrl.storage.tensor_files import open_tensors
 
 RAW_INDEX = "index.json"
 LARGEST_SIDE = 256
-"""Pixels: larger pictures are reduced when they are loaded, unless ``env.cameras`` says otherwise."""
+"""In pixels: larger images are downscaled at loading, unless ``env.cameras`` says otherwise."""
 
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """Facts of a dataset.
+    """Facts about a dataset.
 
     Attributes:
         cameras: name -> height and width in pixels.
-        action_dim: A.
-        state_dim: S; 0 without.
-        fps: frames per second; None if not known.
-        robot_type: as its writer has named it; None if not known.
+        state_dim: 0 without a state.
+        fps: frames per second; None if unknown.
+        robot_type: as named by the dataset's writer; None if unknown.
     """
 
     cameras: dict[str, tuple[int, int]]
@@ -38,7 +37,7 @@ class DatasetFacts:
     robot_type: str | None
 
     def env_cameras(self, chosen: list[str] | None) -> list[dict[str, object]]:
-        """Return ``env.cameras``: the chosen ones (by default all), in the first one's size, at most 256 pixels."""
+        """Return ``env.cameras``: the chosen cameras (by default all) at the size of the first, at most 256 pixels."""
         names = list(self.cameras) if chosen is None else chosen
         first = next((name for name in names if name in self.cameras), None)
         height, width = self.cameras[first] if first is not None else (LARGEST_SIDE, LARGEST_SIDE)
@@ -48,29 +47,28 @@ class DatasetFacts:
 
 
 def data_directory(data_dir: str) -> Path:
-    """Return the directory that ``sft.data_dir`` means: a path, or a dataset's in the hub's cache. Fetches nothing."""
+    """Return the directory of ``sft.data_dir``: a path, or a dataset in the hub's cache. Downloads nothing."""
     name = parse_dataset(data_dir)
     found = None if name is None else cached(name, DATASET_FACTS)
     return Path(data_dir).expanduser() if found is None else found
 
 
 def missing(directory: Path) -> EmbodrlError:
-    """Return the error of a directory without demonstrations."""
+    """Return the error for a directory without demonstrations."""
     if directory.is_dir():
         problem = f"{directory} holds no demonstrations"
         hint = "give the directory that holds meta/ or index.json"
     else:
         problem = f"{directory} does not exist"
         hint = "correct the path"
-    collect = f"`embodrl collect env=NAME collect.output_dir={directory}` makes demonstrations"
+    collect = f"`embodrl collect env=NAME collect.output_dir={directory}` collects demonstrations"
     return UsageError(problem, f"{hint}; {collect}", code="dataset-missing")
 
 
 def read_facts(directory: Path, keys: Mapping[str, str] | None = None) -> DatasetFacts:
-    """Return the facts of a LeRobot dataset, with ``sft.keys``, or of the format ``raw``.
+    """Return the facts of a LeRobot dataset (with ``sft.keys``) or a ``raw`` dataset.
 
-    Raises:
-        EmbodrlError: there is none, it is damaged, or of an unsupported version.
+    Raises EmbodrlError if the dataset is missing, damaged, or of an unsupported version.
     """
     if (directory / layout.INFO).parent.is_dir():
         from embodrl.data.lerobot_info import read_info
@@ -88,11 +86,7 @@ def read_facts(directory: Path, keys: Mapping[str, str] | None = None) -> Datase
 
 
 def check_shard(path: Path) -> None:
-    """Refuse a file that the index of a ``raw`` dataset names and that is not there.
-
-    Raises:
-        FileDamagedError: names both: either may be what was changed.
-    """
+    """Raise FileDamagedError if a file named by the index of a ``raw`` dataset is missing; either may be wrong."""
     if not path.is_file():
         raise damaged(path, f"it is missing, and {RAW_INDEX} names it")
 

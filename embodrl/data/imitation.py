@@ -1,4 +1,4 @@
-"""Demonstrations as batches to imitate: which ones a configuration means, whether they fit, and the shuffled stream."""
+"""Demonstrations for imitation: selection by the configuration, compatibility checks, and the shuffled stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Return ``uint8[N,V,H,W,3]`` shifted by up to ``largest`` pixels, edges repeated (Kostrikov et al., 2020)."""
+    """Shift ``uint8[N,V,H,W,3]`` by up to ``largest`` pixels, repeating edges (Kostrikov et al., 2020)."""
     if largest == 0:
         return images
     height, width = images.shape[2:4]
@@ -38,7 +38,7 @@ def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generat
 
 
 def not_lerobot(directory: Path, without: str) -> EmbodrlError:
-    """Return the error of a setting, ``sft.{without}`` undoes it, that needs a format with names."""
+    """Return the error for a setting (undone by ``sft.{without}``) that needs a format with feature names."""
     return EmbodrlError(
         f"{directory} is not a LeRobot dataset; names of cameras and features are unavailable",
         f"set sft.{without}",
@@ -47,12 +47,9 @@ def not_lerobot(directory: Path, without: str) -> EmbodrlError:
 
 
 def load_configured_demos(config: Config) -> Demos:
-    """Load the demonstrations of ``config.sft``, of a LeRobot dataset those of the cameras in ``env.cameras``.
+    """Load the demonstrations of ``config.sft``, downloading if needed; of LeRobot's, the cameras in ``env.cameras``.
 
-    What is on the hub is fetched.
-
-    Raises:
-        EmbodrlError: there are none, they are damaged, or the cameras are ambiguous.
+    Raises EmbodrlError if they are missing or damaged, or the cameras ambiguous.
     """
     settings = config.sft
     cameras = config.env.cameras
@@ -82,11 +79,7 @@ def load_configured_demos(config: Config) -> Demos:
 
 
 def check_robot(config: Config) -> None:
-    """Reject demonstrations that state another robot or frame rate than the environment's.
-
-    Raises:
-        EmbodrlError: they do, and ``sft.check_robot`` is true.
-    """
+    """Raise EmbodrlError if demonstrations state another robot or frame rate and ``sft.check_robot`` is true."""
     env = config.env
     spec = ENVS.entry(config.env.env_type)
     if not config.sft.check_robot or spec.robots is None:
@@ -101,18 +94,17 @@ def check_robot(config: Config) -> None:
         problems.append(f"{facts.fps:g} frames per second, not {rate:g}")
     if problems:
         raise EmbodrlError(
-            f"{config.sft.data_dir} is not of env.env_type={env.env_type}: it states {' and '.join(problems)}",
-            "choose the environment that it is of, or env=dataset, which needs no simulator; if what it states is wrong"
-            " (LIBERO's data of openpi state 10 frames per second), set sft.check_robot=false",
+            f"{config.sft.data_dir} does not match env.env_type={env.env_type}: it states {' and '.join(problems)}",
+            "choose the environment it was recorded in, or env=dataset, which needs no simulator; if the statement is"
+            " wrong (LIBERO's data of openpi state 10 frames per second), set sft.check_robot=false",
             code="sft-other-robot",
         )
 
 
 def load_checked_demos(config: Config) -> Demos:
-    """Load the demonstrations of ``sft.data_dir``, which the configured policy can imitate.
+    """Load the demonstrations of ``sft.data_dir`` and check that the configured policy can imitate them.
 
-    Raises:
-        EmbodrlError: they are of another robot or view than the environment's, or damaged.
+    Raises EmbodrlError if they are damaged, or robot or cameras differ from the environment's.
     """
     check_robot(config)
     demos = load_configured_demos(config)
@@ -121,10 +113,9 @@ def load_checked_demos(config: Config) -> Demos:
 
 
 def hold_out(demos: Demos, settings: SftConfig) -> tuple[Demos, Demos | None]:
-    """Return the episodes to train on, and the last ``sft.val_episodes``, which are not; None where that is 0.
+    """Return the training episodes and the last ``sft.val_episodes``, which are held out; None if that is 0.
 
-    Raises:
-        EmbodrlError: none would be left to train on.
+    Raises EmbodrlError if no episode would be left to train on.
     """
     if not settings.val_episodes:
         return demos, None
@@ -133,20 +124,17 @@ def hold_out(demos: Demos, settings: SftConfig) -> tuple[Demos, Demos | None]:
         raise EmbodrlError(
             f"sft.val_episodes={settings.val_episodes} holds out all {demos.num_episodes} episodes of"
             f" {settings.data_dir}",
-            f"set it to at most {demos.num_episodes - 1}; a tenth of the episodes is common",
+            f"set it to at most {demos.num_episodes - 1}; 10 % of the episodes is common",
             code="sft-val-episodes",
         )
     return demos.split(kept)
 
 
 def load_untrained_demos(config: Config) -> tuple[Demos, Demos]:
-    """Return the episodes that a fine-tune of this configuration is trained on, and those that it is not.
+    """Return the episodes a fine-tune of this configuration trains on, and the held-out ones.
 
-    The latter are the last ``sft.val_episodes`` of those that it loads; without such, those after the first
-    ``sft.max_episodes``.
-
-    Raises:
-        EmbodrlError: it is trained on all of them, or as ``load_configured_demos``.
+    Held out are the last ``sft.val_episodes`` of the loaded episodes; without that setting, the episodes after the
+    first ``sft.max_episodes``. Raises EmbodrlError if there are none, or like ``load_configured_demos``.
     """
     settings = config.sft
     if settings.val_episodes:
@@ -160,18 +148,14 @@ def load_untrained_demos(config: Config) -> tuple[Demos, Demos]:
         raise EmbodrlError(
             f"all {every.num_episodes} episodes of {settings.data_dir} are trained on: sft.val_episodes is 0, and"
             f" sft.max_episodes {stated}",
-            "train with sft.val_episodes=N, which holds the last N episodes out, or name a dataset with more episodes",
+            "train with sft.val_episodes=N, which holds out the last N episodes, or name a dataset with more episodes",
             code="no-held-out-episodes",
         )
     return every.split(settings.max_episodes)
 
 
 def check_demos(demos: Demos, config: Config) -> None:
-    """Reject demonstrations of another robot or view than the configured one.
-
-    Raises:
-        EmbodrlError: other action dimensions or cameras, or the robot's state is required and was not recorded.
-    """
+    """Raise EmbodrlError if action dimensions or cameras differ, or the required robot state was not recorded."""
     source = config.sft.data_dir
     action_dim = demos.actions.shape[1]
     cameras = demos.images.shape[1]
@@ -183,7 +167,7 @@ def check_demos(demos: Demos, config: Config) -> None:
         )
     if cameras != len(config.env.cameras):
         raise EmbodrlError(
-            f"{source} has pictures of {cameras} cameras, env.cameras has {len(config.env.cameras)}",
+            f"{source} has {cameras} cameras, env.cameras has {len(config.env.cameras)}",
             "configure the cameras that the demonstrations were collected with, or re-collect them",
             code="sft-num-cameras",
         )
@@ -196,7 +180,7 @@ def check_demos(demos: Demos, config: Config) -> None:
 
 
 def corrected_frames(demos: Demos, horizon: int) -> NDArray[np.int64]:
-    """Return the frames from which on it was not the policy that acted, for ``horizon`` steps or to the end."""
+    """Return the frames from which on another actor than the policy acted, for ``horizon`` steps or to the end."""
     if demos.acted_by is None:
         return np.zeros(0, np.int64)
     frames = np.arange(len(demos.actions))
@@ -205,12 +189,12 @@ def corrected_frames(demos: Demos, horizon: int) -> NDArray[np.int64]:
 
 
 def observed(demos: Demos, config: Config) -> Demos:
-    """Return demonstrations with what the environment shows: without their states if ``env.include_state`` is off."""
+    """Return the demonstrations as the environment would show them: without states if ``env.include_state`` is off."""
     return demos if config.env.include_state else replace(demos, state=demos.state[:, :0])
 
 
 def observation_of(demos: Demos, frames: NDArray[np.int64], images: NDArray[np.uint8]) -> Observation:
-    """Return what is seen in frames, with these pictures ``uint8[n,V,H,W,3]``."""
+    """Return the observation of frames with these images ``uint8[n,V,H,W,3]``."""
     return Observation(images, demos.state[frames], demos.said(frames), np.zeros(len(frames), np.int32))
 
 
@@ -218,10 +202,9 @@ class FrameBatches:
     """Endless batches of frames, shuffled once per epoch; the order continues across epochs.
 
     Args:
-        demos: where the frames come from.
         settings: section ``sft``.
         horizon: H, actions that the policy learns per frame.
-        seed: of the order and of the random shifts.
+        seed: seed of the order and of the random shifts.
         include_state: yield the robot's state; otherwise ``float32[N,0]``.
         corrections_only: only frames from which on an expert or a person acted for the whole horizon, or to the end.
     """
@@ -244,7 +227,7 @@ class FrameBatches:
         self.frames = corrected_frames(demos, horizon) if corrections_only else np.arange(len(demos.actions))
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
-        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those inside the episode."""
+        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of actions within the episode."""
         size = self.settings.batch_size
         demos = self.demos
         while len(self._order) < size:
@@ -257,20 +240,16 @@ class FrameBatches:
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
 
     def state(self) -> tuple[dict[str, Any], Tensor]:
-        """Return the random state as JSON-able values, and ``int64[...]``, the frames left of the epoch."""
+        """Return the random state as JSON, and ``int64[...]``, the remaining frames of the epoch."""
         return dict(self._rng.bit_generator.state), torch.from_numpy(self._order.copy())
 
     def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
-        """Continue where ``state`` was taken.
-
-        Raises:
-            CheckpointError: it was taken with other demonstrations.
-        """
+        """Continue from ``state``; CheckpointError if it was taken with other demonstrations."""
         if order.numel() and int(order.max()) >= len(self.demos.actions):
             raise CheckpointError(
                 f"the checkpoint was made with more than {int(order.max())} frames of demonstrations,"
                 f" {self.settings.data_dir} has {len(self.demos.actions)}",
-                "resume with the demonstrations that the run began with",
+                "resume with the demonstrations the run started with",
                 code="sft-other-demonstrations",
             )
         self._rng.bit_generator.state = rng
@@ -278,27 +257,21 @@ class FrameBatches:
 
 
 def refuse_others(saved: Mapping[str, object], demos: Demos, data_dir: str) -> None:
-    """Refuse other demonstrations than those that a state of ``DatasetBatches`` was taken with.
+    """Raise CheckpointError unless ``demos`` are those a ``DatasetBatches`` state was taken with.
 
-    Args:
-        saved: the state; that of an earlier version, which does not tell them, is accepted.
-        demos: that are there now.
-        data_dir: where from.
-
-    Raises:
-        CheckpointError: they differ.
+    States of earlier versions do not identify their demonstrations and are accepted.
     """
     if "demonstrations" in saved and saved["demonstrations"] != demos.checksum:
         raise CheckpointError(
-            f"the demonstrations in {data_dir} are not those that the run began with",
-            "resume with sft.data_dir and what is read of it as they were, and its files unchanged; to go on with"
-            " others, start a new run with model.warm_start=RUN/policy",
+            f"the demonstrations in {data_dir} are not the ones the run started with",
+            "resume with the same sft.data_dir, episodes and cameras, and unchanged files; to train on others,"
+            " start a new run with model.warm_start=RUN/policy",
             code="sft-other-demonstrations",
         )
 
 
 class DatasetBatches(FrameBatches):
-    """Frames of demonstrations that stay the same: those of other ones do not continue its order."""
+    """Frames of a fixed dataset; its order can't be continued with other demonstrations."""
 
     def state(self) -> tuple[dict[str, Any], Tensor]:
         rng, order = super().state()
@@ -307,7 +280,7 @@ class DatasetBatches(FrameBatches):
     def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
         if "demonstrations" not in rng:
             logger.warning(
-                "the checkpoint is of an earlier version, and does not tell its demonstrations: not compared"
+                "the checkpoint is from an earlier version and does not identify its demonstrations: not compared"
             )
             super().load_state(rng, order)
             return
@@ -316,17 +289,13 @@ class DatasetBatches(FrameBatches):
 
 
 IMITATED = "imitated"
-"""Of a checkpoint: the state of what draws demonstrations, and their checksum."""
+"""Checkpoint key: the sampling state of demonstrations, and their checksum."""
 
 
 class DemoDraws:
-    """Frames of demonstrations, drawn evenly with replacement, that a policy imitates beside another loss.
+    """Frames of demonstrations, sampled uniformly with replacement, that a policy imitates alongside another loss.
 
-    Args:
-        demos: where the frames come from.
-        size: frames of a draw.
-        horizon: H, actions that the policy learns per frame.
-        seed: of the draws.
+    A draw has ``size`` frames with H = ``horizon`` actions each.
     """
 
     def __init__(self, demos: Demos, size: int, horizon: int, seed: int) -> None:
@@ -336,7 +305,7 @@ class DemoDraws:
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
-        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those inside the episode."""
+        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of actions within the episode."""
         demos = self.demos
         frames = torch.randint(len(demos.actions), (self.size,), generator=self._generator).numpy()
         actions, inside = demos.action_chunks(frames, self.horizon)
@@ -344,19 +313,15 @@ class DemoDraws:
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {IMITATED: self._generator.get_state(), f"{IMITATED}.checksum": torch.tensor(self.demos.checksum)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from ``state``.
-
-        Raises:
-            CheckpointError: it is of other demonstrations, or of none.
-        """
+        """Continue from ``state``; CheckpointError if it is missing or of other demonstrations."""
         if IMITATED not in state or int(state[f"{IMITATED}.checksum"]) != self.demos.checksum:
             raise CheckpointError(
-                "the demonstrations are not those that the run began with",
-                "resume with algorithm.off_policy.demos as it was, and its files unchanged",
+                "the demonstrations are not the ones the run started with",
+                "resume with the same algorithm.off_policy.demos and unchanged files",
                 code="imitation-other-data",
             )
         self._generator.set_state(state[IMITATED])

@@ -1,4 +1,4 @@
-"""Labels of a dataset beside it: ``meta/returns_TAG.parquet`` and ``meta/advantages_TAG.parquet``, as RLinf names them.
+"""Sidecar labels of a dataset: ``meta/returns_TAG.parquet`` and ``meta/advantages_TAG.parquet``, as RLinf names them.
 
 Shapes: N frames.
 """
@@ -27,33 +27,24 @@ def sidecar(directory: Path, kind: str, tag: str) -> Path:
 
 
 def check_labelled_format(directory: Path) -> None:
-    """Refuse a directory that has no place for labels.
-
-    Raises:
-        EmbodrlError: it is not a LeRobot dataset.
-    """
+    """Raise EmbodrlError unless the directory is a LeRobot dataset: other formats have no place for labels."""
     if not is_lerobot(directory):
         raise EmbodrlError(
-            f"{directory} is not a LeRobot dataset, and has no meta/ for labels",
+            f"{directory} is not a LeRobot dataset and has no meta/ for labels",
             "collect with collect.format=lerobot, or name another directory",
             code="label-format",
         )
 
 
 def frame_numbers(demos: Demos) -> dict[str, Column]:
-    """Return the columns ``episode_index`` and ``frame_index``, ``int64[N]``, by which labels belong to frames."""
+    """Return the columns ``episode_index`` and ``frame_index``, ``int64[N]``, which assign labels to frames."""
     lengths = np.bincount(demos.episode, minlength=demos.num_episodes)
     within = np.concatenate([np.arange(n) for n in lengths])
     return {"episode_index": demos.episode.astype(np.int64), "frame_index": within.astype(np.int64)}
 
 
 def write_sidecar(path: Path, columns: Mapping[str, Column]) -> None:
-    """Write columns of all frames; the file appears, or is replaced, as a whole.
-
-    Raises:
-        OutputError: it can't be written.
-        MissingDependencyError: the extra ``datasets`` is not installed.
-    """
+    """Write columns of all frames atomically; OutputError, or MissingDependencyError without ``datasets``."""
     pyarrow, parquet = require("pyarrow", "pyarrow.parquet")
     with atomic_file(path) as staging:
         parquet.write_table(pyarrow.table(dict(columns)), staging, write_page_checksum=True)
@@ -62,9 +53,7 @@ def write_sidecar(path: Path, columns: Mapping[str, Column]) -> None:
 def read_indicator(directory: Path, tag: str, demos: Demos) -> NDArray[np.bool_]:
     """Return the column ``advantage`` ``bool[N]`` of a dataset's labels.
 
-    Raises:
-        EmbodrlError: there are none of this tag.
-        FileDamagedError: they are not of these frames.
+    Raises EmbodrlError if no labels have this tag, FileDamagedError if they do not match the frames.
     """
     check_labelled_format(directory)
     path = sidecar(directory, "advantages", tag)
@@ -77,5 +66,5 @@ def read_indicator(directory: Path, tag: str, demos: Demos) -> NDArray[np.bool_]
     order = np.lexsort((table.integers("frame_index"), table.integers("episode_index")))
     for name in ("episode_index", "frame_index"):
         if not np.array_equal(table.integers(name)[order], expected[name]):
-            raise damaged(path, f"its {name} is not that of the dataset's {len(demos.actions)} frames")
+            raise damaged(path, f"its {name} does not match the dataset's {len(demos.actions)} frames")
     return table.vectors("advantage", 1)[order, 0].astype(np.bool_)

@@ -1,4 +1,4 @@
-"""The LeRobot dataset format, v3.0: names, paths and what both its writer and its reader need.
+"""The LeRobot dataset format, v3.0: names, paths and code shared by its writer and reader.
 
 Facts of the format from the public documentation of the `lerobot` package (huggingface.co/docs/lerobot, "LeRobotDataset
 v3.0"). A dataset is a directory: ``meta/info.json`` (features, path templates), ``meta/stats.json``,
@@ -37,7 +37,7 @@ VIDEO_FILE_MB = 200
 IMAGES = "observation.images."
 STATE = "observation.state"
 ACTION = "action"
-# What every frame has besides observation and action, and its dtype.
+# Columns of every frame other than observation and action, with dtypes.
 COUNTERS = {
     "timestamp": "float32",
     "frame_index": "int64",
@@ -55,16 +55,12 @@ MEGABYTE = 2**20
 
 
 def camera_key(name: str) -> str:
-    """Return the feature of a camera; a whole feature name is one already."""
+    """Return the feature name of a camera; full feature names are returned as is."""
     return name if name.startswith("observation.") else IMAGES + name
 
 
 def require(*packages: str) -> tuple[Any, ...]:
-    """Return modules of the extra ``datasets``.
-
-    Raises:
-        MissingDependencyError: names the first one that is not installed.
-    """
+    """Import modules of the extra ``datasets``; MissingDependencyError names the first that is not installed."""
     modules: list[Any] = []
     for name in packages:
         try:
@@ -72,7 +68,7 @@ def require(*packages: str) -> tuple[Any, ...]:
         except ImportError as error:
             package = name.partition(".")[0].replace("_", "-")
             raise MissingDependencyError(
-                f"the package {package} is not installed, which LeRobot datasets and grids of videos need",
+                f"the package {package} is not installed; LeRobot datasets and video grids need it",
                 "pip install 'embodrl[datasets]'",
                 code="video-packages-missing",
             ) from error
@@ -80,10 +76,9 @@ def require(*packages: str) -> tuple[Any, ...]:
 
 
 def check_template(template: str, names: Collection[str], source: Path) -> str:
-    """Return a path template of info.json if it consists of text and the allowed names, such as ``{file_index:03d}``.
+    """Return a path template of info.json if it consists of text and allowed fields, such as ``{file_index:03d}``.
 
-    Raises:
-        FileDamagedError: it holds something else. ``str.format`` would evaluate attributes and widths.
+    Raises FileDamagedError otherwise: ``str.format`` would evaluate attributes and widths.
     """
     try:
         parts = list(string.Formatter().parse(template))
@@ -98,33 +93,29 @@ def check_template(template: str, names: Collection[str], source: Path) -> str:
 
 
 def is_relative(template: str) -> bool:
-    """Return whether a path template stays below the dataset."""
+    """Whether a path template stays inside the dataset."""
     parts = Path(template).parts
     return bool(parts) and not Path(template).is_absolute() and ".." not in parts
 
 
 def escaped(name: str) -> str:
-    """Return a name so that neither ``glob`` nor ``str.format`` reads anything into it."""
+    """Escape a name for both ``glob`` and ``str.format``."""
     return glob.escape(name).replace("{", "{{").replace("}", "}}")
 
 
 def any_index(template: str) -> str:
-    """Return the pattern of ``glob`` for all the paths of a template."""
+    """Return the ``glob`` pattern matching all paths of a template."""
     parts = string.Formatter().parse(template)
     return "".join(text + ("" if name is None else "*") for text, name, _, _ in parts)
 
 
 def within(directory: Path, relative: str) -> Path:
-    """Return a path inside a dataset.
-
-    Raises:
-        EmbodrlError: the path, which its info.json gives, leads elsewhere.
-    """
+    """Return a path inside a dataset; EmbodrlError if the path, given by info.json, leads outside."""
     path = directory / relative
     if not is_inside(path, directory):
         raise EmbodrlError(
-            f"{directory / INFO} leads out of the dataset, to {os.path.realpath(path)}",
-            "use a dataset that you trust",
+            f"{directory / INFO} leads outside the dataset, to {os.path.realpath(path)}",
+            "use a trusted dataset",
             code="dataset-path",
         )
     return path

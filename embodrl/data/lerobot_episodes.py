@@ -1,4 +1,4 @@
-"""Where the episodes of a LeRobot dataset are: their rows, their videos, their instructions."""
+"""Location of the episodes of a LeRobot dataset: rows, videos, instructions."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ MAX_JSONL_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Clip:
-    """The pictures of an episode from one camera.
+    """Images of an episode from one camera.
 
     Attributes:
-        path: of the video file.
-        begin_s: time of the first frame there, in seconds.
-        end_s: time there at which another episode begins; infinite where only the file's end is known.
+        begin_s: time of the first frame in the file, in seconds.
+        end_s: time in the file at which the next episode begins; infinite if only the file's end is known.
     """
 
     path: Path
@@ -41,15 +40,15 @@ class Clip:
 
 @dataclass
 class Located:
-    """Where an episode is.
+    """Location of an episode.
 
     Attributes:
-        number: its episode_index.
+        number: episode_index.
         length: frames.
-        data: the parquet file with its rows.
-        videos: by camera feature; without those stored as pictures in ``data``.
-        task: name of the task, None where the dataset has only instructions.
-        outcome: reset seed and success, None where the dataset does not tell.
+        data: parquet file with its rows.
+        videos: clips by camera feature, except images stored in ``data``.
+        task: task name, None if the dataset has only instructions.
+        outcome: reset seed and success, None if not recorded.
     """
 
     number: int
@@ -61,19 +60,13 @@ class Located:
 
 
 def locate(directory: Path, info: Info, keys: Sequence[str]) -> list[Located]:
-    """Return all the episodes, in the order of their numbers.
+    """Return all episodes with the camera features ``keys``, ordered by index.
 
-    Args:
-        directory: of the dataset.
-        info: its meta/info.json.
-        keys: features of the cameras.
-
-    Raises:
-        EmbodrlError: there are none, or the files that list them are damaged.
+    Raises EmbodrlError if there are none, or the files that list them are damaged.
     """
     videos = [key for key in keys if info.features[key].dtype == "video"]
     if videos and info.video_path is None:
-        raise layout_error(info.path, "it has no video_path, and features that are videos", "add video_path to it")
+        raise layout_error(info.path, "it has video features, but no video_path", "add video_path to it")
     found = (_locate if info.version == layout.VERSION else _locate_v2)(directory, info, videos)
     _check_totals(info, found)
     if not found:
@@ -82,23 +75,22 @@ def locate(directory: Path, info: Info, keys: Sequence[str]) -> list[Located]:
 
 
 def _check_totals(info: Info, episodes: list[Located]) -> None:
-    """Compare meta/episodes with what info.json states: if that is more, a part is missing; if less, it is stale."""
+    """Compare meta/episodes with the totals of info.json: fewer episodes mean a missing part, more a stale total."""
     numbers = [episode.number for episode in episodes]
     if len(set(numbers)) < len(numbers):
         raise damaged(info.path.parent / "episodes", "an episode_index appears twice")
     found = (len(episodes), sum(episode.length for episode in episodes))
     for name, stated, actual in zip(("episodes", "frames"), info.totals, found, strict=True):
         if stated is not None and stated > actual:
-            raise damaged(info.path, f"it states {stated} {name}, and meta/episodes has {actual}")
+            raise damaged(info.path, f"it states {stated} {name}; meta/episodes has {actual}")
         if stated is not None and stated < actual:
-            logger.warning("%s states %d %s, and meta/episodes has %d, which are read", info.path, stated, name, actual)
+            logger.warning("%s states %d %s; meta/episodes has %d, which are read", info.path, stated, name, actual)
 
 
 def of_the_train_split(info: Info, episodes: list[Located]) -> tuple[list[Located], str | None]:
-    """Return the episodes of the split ``train``, and what is to be said of others; all where none is stated.
+    """Return the episodes of the split ``train`` (all if no split is stated), and a note on the omitted ones.
 
-    Raises:
-        EmbodrlError: it has none.
+    Raises EmbodrlError if the split is empty.
     """
     if info.train is None:
         return episodes, None
@@ -112,16 +104,14 @@ def of_the_train_split(info: Info, episodes: list[Located]) -> tuple[list[Locate
 
 
 def _within(ranges: Sequence[tuple[int, int]], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which of some numbers are in one of the ranges, each a first number and the one after the last."""
+    """Return which numbers are in one of the half-open ranges."""
     ordered = np.array(sorted(ranges), np.int64).reshape(-1, 2)
-    # The furthest end of the ranges that begin at a number or before it; 0, as no number is below it, without any.
+    # The furthest end of all ranges that begin at or before a number; 0, below any number, if there is none.
     ends = np.concatenate([[0], np.maximum.accumulate(ordered[:, 1])])
     return numbers < ends[np.searchsorted(ordered[:, 0], numbers, side="right")]
 
 
 def _locate(directory: Path, info: Info, videos: Sequence[str]) -> list[Located]:
-    """Return the episodes of v3.0."""
-
     def place(template: str, kind: str, row: Fields, **names: str) -> Path:
         at = {name: row.integer(f"{kind}/{name}", high=MAX_INDEX) for name in ("chunk_index", "file_index")}
         return layout.within(directory, template.format(**at, **names))
@@ -158,7 +148,7 @@ def _locate_v2(directory: Path, info: Info, videos: Sequence[str]) -> list[Locat
 
 
 def _moved(directory: Path, template: str, at: Mapping[str, int | str]) -> Path:
-    """Return the file of an episode; of that name in another chunk if it is not where the template says."""
+    """Return the file of an episode; if missing at its template path, a file of that name in another chunk."""
     path = layout.within(directory, template.format(**at))
     if path.is_file() or not layout.is_relative(template):
         return path
@@ -172,7 +162,6 @@ def _counts(row: Fields) -> tuple[int, int]:
 
 
 def _read_lines(path: Path) -> list[Fields]:
-    """Return the objects of a JSON-lines file."""
     try:
         lines = read_regular_file(path, MAX_JSONL_BYTES, follow_links=True).splitlines()
     except FileNotFoundError as error:
@@ -194,7 +183,7 @@ def read_tasks(directory: Path, info: Info) -> dict[int, str]:
     else:
         path = directory / layout.TASKS
         table = Table(path)
-        # The instructions are the index of a pandas table, whose name differs with the version that wrote it.
+        # The instructions are the index of a pandas table; its name differs between writer versions.
         words = [name for name in table.names if name != "task_index"]
         if len(words) != 1 or "task_index" not in table.names:
             problem = f"it has the columns {', '.join(table.names)}, not task_index and the instructions"

@@ -1,4 +1,4 @@
-"""What meta/info.json of a LeRobot dataset, v3.0 or v2.x, of any origin, says: features, cameras, split, templates."""
+"""meta/info.json of LeRobot datasets, v3.0 or v2.x, of any origin: features, cameras, split, templates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embodrl.fields import Fields, read_fields, with_whole_numbers
 from embodrl.names import nearest
 
 MAX_INDEX = 10**7
-"""Of episodes, tasks, files and chunks."""
+"""Maximum index of episodes, tasks, files and chunks."""
 MAX_PIXELS = 2**14
 MAX_DIMENSIONS = 10**6
 TRAIN = "train"
@@ -29,11 +29,10 @@ class Feature:
     """A feature of the dataset.
 
     Attributes:
-        dtype: "video" and "image" are pictures.
-        shape: sizes of its axes.
-        column: the dataset's own name of it.
-        axes: names of the axes, empty where they are not stated.
-        is_depth: pictures are distances, not colours.
+        dtype: "video" and "image" are images.
+        column: the dataset's own name for the feature.
+        axes: axis names, empty if not stated.
+        is_depth: pixels are distances, not colours.
     """
 
     dtype: str
@@ -44,12 +43,12 @@ class Feature:
 
     @property
     def size(self) -> int:
-        """The number of values in a frame."""
+        """Number of values per frame."""
         return int(np.prod(self.shape))
 
     @property
     def picture_size(self) -> tuple[int, int]:
-        """Height and width, by the names of the axes; without names by position, and some give the channels first."""
+        """Height and width, by axis name; unnamed axes by position, since some writers put channels first."""
         if "height" in self.axes and "width" in self.axes:
             return self.shape[self.axes.index("height")], self.shape[self.axes.index("width")]
         first = self.shape[0] == 3 and self.shape[-1] != 3
@@ -58,19 +57,16 @@ class Feature:
 
 @dataclass(frozen=True)
 class Info:
-    """meta/info.json.
+    """Content of meta/info.json.
 
     Attributes:
-        path: of the file.
-        version: of the format.
         fps: frames per second.
-        features: by our names, which ``sft.keys`` may give them.
-        data_path, video_path: templates; the latter None without videos.
+        features: by embodrl's names, which ``sft.keys`` may assign.
+        data_path, video_path: path templates; ``video_path`` is None without videos.
         chunks_size: episodes per directory, in v2.
-        totals: stated numbers of episodes and frames, None where they are not stated.
-        robot_type: as its writer has named it; None where it is not stated.
-        train: the split ``train`` as ranges of episode_index, first and the one after the last; None where it is not
-            stated.
+        totals: stated numbers of episodes and frames, None if not stated.
+        robot_type: as named by the dataset's writer; None if not stated.
+        train: the split ``train`` as half-open ranges of episode_index; None if not stated.
         left_out: why a camera is not used, by feature.
     """
 
@@ -88,25 +84,20 @@ class Info:
 
     @property
     def cameras(self) -> list[str]:
-        """The features that are pictures and can be used, in the order of the dataset."""
+        """The usable image features, in the order of the dataset."""
         names = [name for name, feature in self.features.items() if feature.dtype in PICTURES]
         return [name for name in names if name not in self.left_out]
 
     @property
     def notes(self) -> list[str]:
-        """What is declared and not used."""
+        """Declared parts of the dataset that are not used."""
         return [f"camera {name.removeprefix(layout.IMAGES)} is left out: {why}" for name, why in self.left_out.items()]
 
 
 def read_info(directory: Path, keys: Mapping[str, str] | None = None) -> Info:
-    """Return meta/info.json.
+    """Read meta/info.json; ``keys`` are ``sft.keys``, the dataset's features by embodrl's names.
 
-    Args:
-        directory: of the dataset.
-        keys: ``sft.keys``: the dataset's features by the names that embodrl gives them.
-
-    Raises:
-        EmbodrlError: it is damaged, of an unsupported version, or ``keys`` names features that it has not.
+    Raises EmbodrlError if it is damaged or of an unsupported version, or ``keys`` names unknown features.
     """
     path = directory / layout.INFO
     info = with_whole_numbers(read_fields(path, FileDamagedError, HINT))
@@ -145,7 +136,7 @@ def _feature(name: str, fields: Fields) -> Feature:
     picture = dtype in PICTURES
     low, high = (1, MAX_PIXELS) if picture else (0, MAX_DIMENSIONS)
     if not all(low <= size <= high and size.is_integer() for size in shape) or (picture and len(shape) != 3):
-        fields.refuse(f"'shape' is {shape} with dtype {dtype}; sizes are {low} to {high}, pictures have 3")
+        fields.refuse(f"'shape' is {shape} with dtype {dtype}; sizes must be {low} to {high}, images have 3")
     stated = fields.content.get("names")
     axes = tuple(str(axis) for axis in cast(list[object], stated)) if isinstance(stated, list) else ()
     axes = axes if picture and len(axes) == len(shape) else ()
@@ -153,13 +144,13 @@ def _feature(name: str, fields: Fields) -> Feature:
 
 
 def _is_depth(fields: Fields) -> bool:
-    """Return whether a feature is flagged as depth, in one of the places where versions of the format have the flag."""
+    """Whether a feature is flagged as depth, in any of the places used by format versions."""
     sections = [fields, *(fields.fields(name, {}) for name in ("info", "video_info"))]
     return any(section.flag(f"{kind}is_depth_map", False) for section in sections for kind in ("", "video."))
 
 
 def _train_split(info: Fields) -> tuple[tuple[int, int], ...] | None:
-    """Return the ranges of ``splits.train``: a text FIRST:END, or a list of such or of numbers of episodes."""
+    """Return the ranges of ``splits.train``: a text FIRST:END, or a list of such texts or of episode numbers."""
     splits = info.content.get("splits")
     if splits is None or (isinstance(splits, Mapping) and TRAIN not in splits):
         return None
@@ -170,7 +161,7 @@ def _train_split(info: Fields) -> tuple[tuple[int, int], ...] | None:
     if len(found) < len(ranges) or not isinstance(splits, Mapping):
         raise layout_error(
             Path(info.source),
-            f"splits.{TRAIN} is {stated!r:.60}, not FIRST:END, nor a list of these or of episodes",
+            f"splits.{TRAIN} is {stated!r:.60}, not FIRST:END or a list of these or of episodes",
             'write the episodes as, e.g., {"train": "0:50"}',
         )
     if len(parts) == 2 and all(isinstance(part, int) for part in parts):
@@ -184,7 +175,7 @@ def _train_split(info: Fields) -> tuple[tuple[int, int], ...] | None:
 
 
 def _episode_range(part: object, alone: bool) -> tuple[int, int] | None:
-    """Return the first episode of a part of a split and the one after its last; None if it is neither."""
+    """Parse a part of a split as a half-open range; None if invalid."""
     if isinstance(part, int) and not isinstance(part, bool) and not alone and 0 <= part < MAX_INDEX:
         return part, part + 1
     found = re.fullmatch(r"(\d{1,9})?:(\d{1,9})?", part.strip()) if isinstance(part, str) else None
@@ -194,14 +185,14 @@ def _episode_range(part: object, alone: bool) -> tuple[int, int] | None:
 
 
 def _own_name(name: str) -> str | None:
-    """Return the feature that a name in ``sft.keys`` stands for; None if it stands for none."""
+    """Return the dataset feature for a name in ``sft.keys``; None if there is none."""
     if name in ("action", "state"):
         return layout.ACTION if name == "action" else layout.STATE
     return f"observation.{name}" if name.startswith("images.") and len(name) > len("images.") else None
 
 
 def _renamed(path: Path, features: dict[str, Feature], keys: Mapping[str, str]) -> dict[str, Feature]:
-    """Return features by our names, in the order of the dataset."""
+    """Return features by embodrl's names, in the order of the dataset."""
     own: dict[str, str] = {}
     for name, theirs in keys.items():
         ours = _own_name(name)
@@ -229,7 +220,7 @@ def _list(features: Mapping[str, Feature]) -> str:
 
 
 def missing_action(directory: Path, info: Info) -> EmbodrlError:
-    """Return the error of a dataset whose actions have another name, or that has none."""
+    """Return the error for a dataset without actions, or with actions under another name."""
     columns = [name for name, feature in info.features.items() if feature.dtype not in PICTURES]
     by_last = {name.rpartition(".")[2]: name for name in reversed(columns)}
     near = {ours: nearest(ours, list(by_last)) for ours in ("action", "state")}
@@ -249,31 +240,28 @@ def missing_action(directory: Path, info: Info) -> EmbodrlError:
 def _left_out(directory: Path, info: Info) -> dict[str, str]:
     """Return why cameras can't be used.
 
-    Those without a single file are listed only if another camera has files: else the videos were not copied.
+    Cameras without any file are listed only if another camera has files: otherwise the videos were not copied.
     """
     depth = [name for name, feature in info.features.items() if feature.is_depth]
     reasons = dict.fromkeys(depth, "it holds depth (is_depth_map), not colours")
     videos = [name for name, feature in info.features.items() if feature.dtype == "video"]
-    own = (directory / layout.OWN_META).is_file()  # embodrl writes files for all cameras: a missing one was lost
+    own = (
+        directory / layout.OWN_META
+    ).is_file()  # embodrl writes files for all cameras, so that a missing one was lost
     if info.video_path is not None and layout.is_relative(info.video_path) and not own:
         empty = [name for name in videos if not _has_files(directory, info.video_path, info.features[name].column)]
         if len(empty) < len(videos):
-            reasons |= dict.fromkeys(empty, "info.json declares it, and it has no file")
+            reasons |= dict.fromkeys(empty, "info.json declares it, but it has no file")
     return reasons
 
 
 def _has_files(directory: Path, template: str, video_key: str) -> bool:
-    """Return whether any file of a camera is there."""
     pattern = layout.any_index(template.replace("{video_key}", layout.escaped(video_key)))
     return next(directory.glob(pattern), None) is not None
 
 
 def choose_cameras(directory: Path, info: Info, cameras: Sequence[str] | None) -> list[str]:
-    """Return the features of ``cameras``; None takes all that can be used.
-
-    Raises:
-        EmbodrlError: one is missing, or can't be used.
-    """
+    """Return the features of ``cameras`` (None: all usable ones); EmbodrlError if one is missing or unusable."""
     present = info.cameras
     if cameras is None:
         return present

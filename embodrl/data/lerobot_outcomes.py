@@ -1,7 +1,7 @@
-"""What the actions of a LeRobot dataset led to: embodrl's own columns, or those that other software writes.
+"""Outcomes of the actions of a LeRobot dataset: embodrl's own columns, or those of other software.
 
-Others have ``next.reward`` and ``next.done``, and some ``next.success`` and ``next.truncated``; their ``action`` is
-what was executed. Shapes: N frames.
+Other software writes ``next.reward`` and ``next.done``, and sometimes ``next.success`` and ``next.truncated``; its
+``action`` is the executed action. Shapes: N frames.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ DONE = "next.done"
 TRUNCATED = "next.truncated"
 SUCCESS = "next.success"
 OTHERS = (REWARD, TERMINATED, DONE, TRUNCATED, SUCCESS)
-"""Each is one number per frame."""
+"""Columns with one number per frame."""
 
 logger = logging.getLogger(__name__)
 Columns = Mapping[str, NDArray[np.float32]]
 
 
 def outcome_columns(features: Collection[str]) -> tuple[str, ...]:
-    """Return which of a dataset's features say what its actions led to."""
+    """Return the dataset features that record outcomes of actions."""
     known = (EXECUTED, *OTHERS)
     return OWN if set(OWN) <= set(features) else tuple(name for name in known if name in features)
 
 
 def missing_outcomes(features: Collection[str]) -> list[str]:
-    """Return what transitions need and the features of a dataset do not have, each as the names that it may have."""
+    """Return what transitions need but a dataset lacks, each as the accepted feature names."""
     needed = {f"{REWARD}": (REWARD,), f"{TERMINATED} or {DONE}": (TERMINATED, DONE)}
     return [names for names, any_of in needed.items() if not set(any_of) & set(features)]
 
 
 def read_outcomes(columns: Columns, directory: Path) -> dict[str, NDArray[np.float32]]:
-    """Return ``EXECUTED``, ``REWARD`` and ``TERMINATED`` of a dataset's columns; nothing where they are not known.
+    """Return ``EXECUTED``, ``REWARD`` and ``TERMINATED`` from a dataset's columns; empty if unknown.
 
-    Without ``next.terminated`` an episode ended by its task where ``next.done`` is true, unless ``next.truncated`` is,
-    or ``next.success`` of that episode is stated and false: then it ran out of time.
+    Without ``next.terminated``, an episode counts as ended by its task where ``next.done`` is true, unless
+    ``next.truncated`` is true or ``next.success`` of the episode is false: then it ran out of time.
 
     Args:
-        columns: by name, ``float32[N,...]``, with ``action``.
-        directory: named in warnings.
+        columns: ``float32[N,...]`` by name, including ``action``.
+        directory: dataset directory, for warnings.
     """
     if missing_outcomes(columns.keys()):
         return {}
@@ -55,7 +55,7 @@ def read_outcomes(columns: Columns, directory: Path) -> dict[str, NDArray[np.flo
         return {name: columns[name] for name in OWN}
     flags = {name: columns[name].reshape(-1) for name in OTHERS if name in columns}
     if unusable := [name for name, values in flags.items() if not np.isfinite(values).all()]:
-        logger.warning("%s: %s is not a number somewhere: rewards are not read", directory, unusable[0])
+        logger.warning("%s: %s contains NaN: rewards are not read", directory, unusable[0])
         return {}
     if TERMINATED in flags:
         terminated = flags[TERMINATED] != 0

@@ -1,4 +1,4 @@
-"""Reading LeRobot datasets, v3.0 and v2.x, of any origin: everything that is read is bounded and checked.
+"""Reader of LeRobot datasets, v3.0 and v2.x, of any origin: everything read is bounded and checked.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -36,9 +36,9 @@ from embodrl.storage.integrity import check_checksums
 logger = logging.getLogger(__name__)
 
 OTHER_CLOCK_S = 86_400.0
-"""No episode begins a day into its video: such times are of another clock, e.g. seconds since 1970."""
+"""No episode begins a day into its video: larger times come from another clock, e.g. seconds since 1970."""
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
-"""Those that Pillow decodes itself; of others, e.g. EPS, it starts further programs."""
+"""Formats that Pillow decodes itself; for others, e.g. EPS, it starts external programs."""
 
 
 def load_lerobot(
@@ -48,7 +48,7 @@ def load_lerobot(
     size: tuple[int, int] | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> Demos:
-    """Load a dataset; arguments and errors are those of ``load_demos``."""
+    """Load a dataset; arguments and errors as in ``load_demos``."""
     episode_files = [path.relative_to(directory).as_posix() for path in (directory / "meta/episodes").glob("*/*")]
     checked = check_checksums(directory, [layout.INFO, layout.STATS, layout.TASKS, *episode_files], complete=True)
     info = read_info(directory, keys)
@@ -72,16 +72,8 @@ def load_lerobot(
 class _Loading:
     """Reads the frames of some episodes into one array per column.
 
-    Args:
-        directory: of the dataset.
-        info: its meta/info.json.
-        episodes: in their order.
-        others: further ones, which are not read.
-        keys: features of the cameras.
-        size: height and width that pictures are resized to; None keeps those of the dataset.
-
-    Raises:
-        EmbodrlError: the cameras differ in size, or the pictures do not fit in memory.
+    Images are resized to ``size`` (height, width); None keeps the dataset's size. ``others`` are the episodes that are
+    not read. Raises EmbodrlError if the cameras differ in size, or the images do not fit in memory.
     """
 
     def __init__(
@@ -113,7 +105,7 @@ class _Loading:
         free = psutil.virtual_memory().available
         if wanted > MEMORY_FRACTION * free:
             raise EmbodrlError(
-                f"the pictures of {frames} frames in {directory} take {wanted / 2**30:.1f} GB of memory at"
+                f"the images of {frames} frames in {directory} take {wanted / 2**30:.1f} GB of memory at"
                 f" {self.size[0]} x {self.size[1]}, and {free / 2**30:.1f} GB are free",
                 "set sft.max_episodes, fewer sft.cameras, or smaller env.cameras",
                 code="dataset-too-large",
@@ -122,21 +114,23 @@ class _Loading:
         self.times = np.zeros(frames)
         """Seconds since the first frame of the episode."""
         self.unlisted = 0
-        """Rows of episodes that are not listed."""
+        """Rows of unlisted episodes."""
         self.restarted = 0
-        """Episodes whose times are of another clock than their videos."""
+        """Episodes whose times come from another clock than their videos."""
 
     def load(self, tasks: dict[int, str]) -> Demos:
-        """Return all frames; ``tasks`` are the instructions by task_index."""
+        """Read all frames; ``tasks`` maps task_index to instruction."""
         vectors, instructions = self._rows(tasks)
         for view, key in enumerate(self.keys):
             if self.info.features[key].dtype == "video":
                 self._fill_from_videos(view, key)
         if self.unlisted:
-            what = "%s: %d rows are left out: they are of episodes that meta/episodes does not list"
+            what = "%s: %d rows are left out: meta/episodes does not list their episodes"
             logger.warning(what, self.directory, self.unlisted)
         if self.restarted:
-            what = "%s: timestamp of %d episodes is of a clock, e.g. since 1970: it is counted from their first rows"
+            what = (
+                "%s: timestamp of %d episodes comes from a clock, e.g. since 1970: it is counted from their first rows"
+            )
             logger.warning(what, self.directory, self.restarted)
         columns = {name: np.concatenate(parts) for name, parts in vectors.items()}
         columns.setdefault(layout.STATE, np.zeros((len(self.images), 0), np.float32))
@@ -153,7 +147,7 @@ class _Loading:
         )
 
     def _seeds_and_success(self, success: NDArray[np.float32] | None) -> list[tuple[int | None, bool | None]]:
-        """Return the seed of each episode, and whether it was solved, by ``next.success`` if nothing else says so."""
+        """Return the seed and success of each episode; success from ``next.success`` if not recorded otherwise."""
         found: list[tuple[int | None, bool | None]] = []
         for episode, start in zip(self.episodes, self.starts, strict=False):
             seed, solved = episode.outcome
@@ -163,7 +157,6 @@ class _Loading:
         return found
 
     def _vectors(self) -> dict[str, Feature]:
-        """Return the features that are read as numbers."""
         features = self.info.features
         single = [name for name in outcome_columns(features.keys()) if name not in OTHERS or features[name].size == 1]
         names = (layout.ACTION, layout.STATE, *single)
@@ -171,7 +164,7 @@ class _Loading:
         return {name: features[name] for name in names if name in features}
 
     def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:
-        """Return columns of each episode, and the instruction of each frame; fill in pictures that the rows hold."""
+        """Return the columns of each episode and the instruction of each frame; fill in images stored in rows."""
         features = self._vectors()
         pictures = {key: self.info.features[key] for key in self.keys if self.info.features[key].dtype == "image"}
         columns = [feature.column for feature in (*features.values(), *pictures.values())]
@@ -188,7 +181,7 @@ class _Loading:
             rows = _rows_of(table, episode)
             for name, every in values.items():
                 vectors[name].append(every[rows])
-                if name not in OTHERS:  # of these only offline learning has need
+                if name not in OTHERS:  # only offline learning needs these
                     check_numbers(table.path, features[name].column, every[rows], episode.number)
             instructions += _instructions(table, rows, episode, tasks)
             if len(pictures) < len(self.keys):  # only videos are read by time
@@ -211,14 +204,14 @@ class _Loading:
         return {episode.number for episode in (*self.episodes, *self.others)}
 
     def _data_of(self, episode: Located) -> Path:
-        """Return the file with the rows of an episode: the one that meta/episodes names unless another has them."""
+        """Return the file with the rows of an episode: the one named by meta/episodes unless another has them."""
         if self.info.version != layout.VERSION or episode.number not in self._elsewhere:
             return episode.data
         return self._elsewhere[episode.number]
 
     @cached_property
     def _elsewhere(self) -> dict[int, Path]:
-        """Files of the episodes of v3.0 without rows where meta/episodes says, which some converters leave stale."""
+        """Files of v3.0 episodes without rows where meta/episodes points, which some converters leave stale."""
         named: dict[Path, set[int]] = {}
         for episode in self.episodes:
             named.setdefault(episode.data, set()).add(episode.number)
@@ -231,7 +224,7 @@ class _Loading:
         others = sorted((self.directory / "data").glob("*/*.parquet")) if lost else []
         found = {number: path for path in others for number in _episodes_in(path) & lost}
         if found:
-            what = "%s: the rows of %d episodes are not in the files that meta/episodes names, and were found in others"
+            what = "%s: the rows of %d episodes were found in other files than meta/episodes names"
             logger.warning(what, self.directory, len(found))
         return found
 
@@ -244,7 +237,7 @@ class _Loading:
         return times - times[0] if is_other_clock else times
 
     def _fill_from_videos(self, view: int, key: str) -> None:
-        """Decode every file once, as far as it is needed."""
+        """Decode every file once, as far as needed."""
         files: dict[Path, list[int]] = {}
         for place, episode in enumerate(self.episodes):
             files.setdefault(episode.videos[key].path, []).append(place)
@@ -260,7 +253,7 @@ class _Loading:
             for place in places:
                 self._check_order(place)
             firsts = [self.times[self.starts[n]] + clip.begin_s for n, clip in zip(places, clips, strict=True)]
-            # Of a frame a row it does not matter when the clock was started, if it is one clock.
+            # With one frame per row, the start of the clock does not matter, as long as it is one clock.
             offset_s = float(min(firsts)) - begin_s if is_whole and len(shown) == len(rows) else 0.0
             for place, clip in zip(places, clips, strict=True):
                 self._check_bounds(place, clip, begins[path], offset_s)
@@ -272,40 +265,30 @@ class _Loading:
             if surplus and path not in partly:
                 longer.append(f"{path} ({surplus})")
         if longer:
-            what = "%s: %d video files have frames after the last row: %s; do rows and pictures belong together?"
+            what = "%s: %d video files have frames after the last row: %s; do rows and images belong together?"
             logger.warning(what, self.directory, len(longer), ", ".join(longer[:3]) + ", ..." * (len(longer) > 3))
 
     def _times_in(self, place: int) -> NDArray[np.float64]:
         return self.times[self.starts[place] : self.starts[place + 1]]
 
     def _check_order(self, place: int) -> None:
-        """Refuse times of an episode that are unknown, or earlier than the one before.
-
-        Raises:
-            EmbodrlError: see above.
-        """
+        """Reject timestamps of an episode that are null or decreasing."""
         times = self._times_in(place)
         first = int(self.starts[place])
         if len(unknown := np.flatnonzero(~np.isfinite(times))):
-            hint = "correct timestamp, or leave the column out: rows are then 1/fps apart"
+            hint = "correct timestamp, or omit the column: rows are then 1/fps apart"
             raise self._untimely(place, f"{self._name(first + int(unknown[0]))} is not finite", hint)
         if len(earlier := np.flatnonzero(np.diff(times) < 0)):
             at = int(earlier[0]) + 1
             problem = f"{self._name(first + at)} is {times[at]:.4f} s, and {times[at - 1]:.4f} s of the frame before it"
-            hint = "correct timestamp or frame_index: pictures are found by the one, and actions by the other"
+            hint = "correct timestamp or frame_index: images are located by timestamp, and actions by frame_index"
             raise self._untimely(place, problem, hint)
 
     def _check_bounds(self, place: int, clip: Clip, begins: NDArray[np.float64], offset_s: float) -> None:
-        """Refuse times of an episode at which its file shows another one.
+        """Reject times at which the video file shows another episode.
 
-        Args:
-            place: of the episode.
-            clip: its pictures.
-            begins: ascending seconds at which the episodes of that file begin.
-            offset_s: what the times of all its rows are too late by.
-
-        Raises:
-            EmbodrlError: see above.
+        ``begins`` are the ascending start times in seconds of the episodes in that file; ``offset_s`` is the delay of
+        all row times.
         """
         times = self._times_in(place)
         first = int(self.starts[place])
@@ -313,16 +296,16 @@ class _Loading:
         hint = "correct timestamp, in seconds since the episode's first frame, or from_timestamp and to_timestamp"
         hint += " in meta/episodes"
         if clip.begin_s >= half_s and times[0] - offset_s < -half_s:
-            problem = f"{self._name(first)} is {times[0]:.4f} s, and its pictures begin at {offset_s:.4f} s"
+            problem = f"{self._name(first)} is {times[0]:.4f} s, but its images begin at {offset_s:.4f} s"
             raise self._untimely(place, problem, hint)
-        # The end that is stated may be stale; the number of rows and the begin of the next episode are sure.
+        # The stated end may be stale; the number of rows and the start of the next episode are reliable.
         span_s = max(clip.end_s - clip.begin_s, len(times) / self.info.fps)
         later = begins[begins.searchsorted(clip.begin_s + half_s) :]
         if len(later):
             span_s = min(span_s, float(later[0]) - clip.begin_s)
         if times[-1] - offset_s > span_s - half_s:
             problem = (
-                f"{self._name(first + len(times) - 1)} is {times[-1]:.4f} s, and its pictures end at"
+                f"{self._name(first + len(times) - 1)} is {times[-1]:.4f} s, but its images end at"
                 f" {span_s + offset_s:.4f} s"
             )
             raise self._untimely(place, problem, hint)
@@ -340,7 +323,7 @@ class _Loading:
 
 
 def _begins_by_file(episodes: Sequence[Located], key: str) -> dict[Path, NDArray[np.float64]]:
-    """Return when the episodes in each file of a camera begin, in ascending seconds."""
+    """Return the ascending start times in seconds of the episodes in each file of a camera."""
     begins: dict[Path, list[float]] = {}
     for episode in episodes:
         begins.setdefault(episode.videos[key].path, []).append(episode.videos[key].begin_s)
@@ -352,9 +335,9 @@ def _episodes_in(path: Path) -> set[int]:
 
 
 def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
-    """Return the numbers of an episode's rows, in the order of its frames.
+    """Return the indices of an episode's rows in frame order.
 
-    The order is that of ``frame_index``; without it that of ``index`` or ``timestamp``, or else of the rows.
+    Ordered by ``frame_index``, else by ``index`` or ``timestamp``, else as stored.
     """
     rows = np.arange(table.num_rows)
     if "episode_index" in table.names:
@@ -362,7 +345,7 @@ def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
     if len(rows) != episode.length:
         what = f"episode {episode.number} has {len(rows)} rows, and {episode.length} by meta/episodes"
         if len(rows) > episode.length:
-            hint = "meta/episodes is older than the rows, or two episodes share a number: correct whichever is wrong"
+            hint = "meta/episodes is older than the rows, or two episodes share a number: correct the wrong one"
             raise layout_error(table.path, what, hint)
         raise damaged(table.path, what)
     if "frame_index" in table.names:
@@ -378,11 +361,10 @@ def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
 
 
 def _instructions(table: Table, rows: NDArray[np.int64], episode: Located, tasks: Mapping[int, str]) -> list[str]:
-    """Return the instruction of each row of an episode."""
     if "task_index" not in table.names:
         if len(tasks) != 1:
-            problem = f"it has no column task_index, and meta/tasks has {len(tasks)} tasks"
-            raise layout_error(table.path, problem, "add the column, or leave one task in meta/tasks")
+            problem = f"it has no column task_index, but meta/tasks has {len(tasks)} tasks"
+            raise layout_error(table.path, problem, "add the column, or keep one task in meta/tasks")
         return [*tasks.values()] * len(rows)
     numbers = table.integers("task_index")[rows].tolist()
     if unknown := set(numbers) - tasks.keys():
@@ -392,9 +374,9 @@ def _instructions(table: Table, rows: NDArray[np.int64], episode: Located, tasks
 
 
 def _warn_outside(info: Info, columns: Mapping[str, NDArray[np.float32]]) -> None:
-    """Warn of columns with values outside the range that the dataset states: it was changed, or is damaged.
+    """Warn about columns with values outside the range stated by the dataset, which was then changed or damaged.
 
-    Nothing else reads these statistics: what can't be compared is no reason to refuse the dataset.
+    Nothing else reads these statistics, so an impossible comparison is no reason to reject the dataset.
     """
     path = info.path.with_name("stats.json")
     if not path.is_file():
@@ -406,7 +388,7 @@ def _warn_outside(info: Info, columns: Mapping[str, NDArray[np.float32]]) -> Non
                 continue
             low, high = (np.array(stats.fields(name).numbers(bound, values.shape[1])) for bound in ("min", "max"))
         except FileDamagedError as error:
-            logger.warning("the range of %s is not compared with the dataset's statistics: %s", name, error.message)
+            logger.warning("the range of %s can't be compared with the dataset's statistics: %s", name, error.message)
             continue
         margin = 1e-3 * (high - low) + 1e-6
         outside = np.argwhere((values < low - margin) | (values > high + margin))
@@ -430,7 +412,7 @@ def _decode(path: Path, what: str, encoded: bytes, size: tuple[int, int]) -> NDA
 
 
 def resized(frame: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
-    """Return ``uint8[H,W,3]``, by a bilinear filter as wide as the reduction; what has that size stays as it is."""
+    """Resize to ``uint8[H,W,3]`` with an antialiased bilinear filter; images of that size are returned as is."""
     if frame.shape[:2] == size:
         return frame
     from PIL import Image

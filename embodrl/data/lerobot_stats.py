@@ -1,6 +1,6 @@
-"""Statistics of a LeRobot dataset: exact, of all frames.
+"""Exact statistics of a LeRobot dataset over all frames.
 
-Shapes: N values, D dimensions. Quantiles interpolate linearly between order statistics, as ``numpy.quantile``.
+Shapes: N values, D dimensions. Quantiles interpolate linearly between order statistics, like ``numpy.quantile``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 def vector_stats(values: NDArray[np.generic]) -> dict[str, list[float]]:
     """Return min, max, mean, std, count and quantiles of ``[N,D]`` or ``[N]`` (D = 1), as lists of D numbers."""
     table = values.reshape(len(values), -1)
-    table = table.astype(np.int64) if table.dtype == np.bool_ else table  # JSON has no order of true and false
+    table = table.astype(np.int64) if table.dtype == np.bool_ else table  # JSON booleans have no order
     wide = table.astype(np.float64)
     result: dict[str, list[float]] = {
         "min": table.min(0).tolist(),
@@ -27,12 +27,7 @@ def vector_stats(values: NDArray[np.generic]) -> dict[str, list[float]]:
 
 
 class PixelStats:
-    """Statistics of pictures by their histograms: a frame is counted once and need not be kept.
-
-    Attributes:
-        counts: ``int64[3,256]``, how often each value of red, green and blue was seen.
-        frames: how many were counted.
-    """
+    """Statistics of images from histograms ``counts int64[3,256]``, one per colour; frames need not be kept."""
 
     def __init__(self, counts: NDArray[np.int64] | None = None, frames: int = 0) -> None:
         self.counts: NDArray[np.int64] = np.zeros((3, 256), np.int64) if counts is None else counts
@@ -45,7 +40,7 @@ class PixelStats:
         self.frames += len(frames)
 
     def merge(self, other: PixelStats) -> None:
-        """Count what another has counted."""
+        """Add the counts of another instance."""
         self.counts += other.counts
         self.frames += other.frames
 
@@ -67,7 +62,7 @@ class PixelStats:
 
 
 def _quantile(counts: NDArray[np.int64], q: float) -> float:
-    """Return the quantile of values 0 to 255 that were seen ``counts int64[256]`` times, scaled to [0, 1]."""
+    """Return the quantile of values 0 to 255 with histogram ``int64[256]``, scaled to [0, 1]."""
     upto = np.cumsum(counts)
     rank = q * (upto[-1] - 1)
     below = int(np.floor(rank))

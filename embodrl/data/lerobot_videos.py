@@ -1,7 +1,4 @@
-"""Pictures of a LeRobot dataset out of its video files: those of the moments that the rows state.
-
-Shapes: n rows, H x W image.
-"""
+"""Images of a LeRobot dataset, located in its video files by the times of the rows. Shapes: n rows, H x W image."""
 
 from __future__ import annotations
 
@@ -16,17 +13,15 @@ from embodrl.data.video_file import frame_times, read_video
 from embodrl.errors import EmbodrlError
 
 TOLERANCE = 0.1
-"""Of the time between two rows: a picture that is further from the time of its row is another moment's."""
+"""Fraction of the time between two rows: an image further from its row's time shows another moment."""
 LEAST_TOLERANCE_S = 1e-4
-"""The tolerance of the lerobot package."""
+"""Tolerance of the lerobot package."""
 
 
 def shown_in(path: Path) -> NDArray[np.float64]:
-    """Return when each frame of a file is to be shown, in seconds, ``float64[F]``, ascending.
+    """Return the display time of each frame of a file in seconds, ``float64[F]``, ascending.
 
-    Raises:
-        FileDamagedError: the file is missing, or can't be read.
-        EmbodrlError: it is of a format that is not read.
+    Raises FileDamagedError if the file is missing or unreadable, EmbodrlError if its format is unsupported.
     """
     if not path.is_file():
         raise damaged(path, "it is missing")
@@ -44,21 +39,21 @@ def frames_at(
     name: Callable[[int], str],
     is_whole: bool = True,
 ) -> tuple[NDArray[np.int64], int]:
-    """Return the number of the frame that a file shows at each time, and how many frames follow the last of them.
+    """Return the index of the frame shown at each time, and the number of frames after the last of them.
 
     Args:
-        path: of the file.
-        shown: what ``shown_in`` says of it.
+        path: video file.
+        shown: its display times, from ``shown_in``.
         times_s: ``float64[n]``, seconds in the file.
         fps: rows per second.
-        name: says which row a place in ``times_s`` is.
-        is_whole: the rows are all that the file is of, from its beginning.
+        name: names the row of an index into ``times_s``.
+        is_whole: the rows cover the whole file from its beginning.
 
     Raises:
         FileDamagedError: the file ends too early.
-        EmbodrlError: it has no frame at one of the times, or two rows have the same.
+        EmbodrlError: no frame is near one of the times, or two rows share a frame.
     """
-    if is_whole and len(shown) == len(times_s):  # a frame a row, whenever the clock of the rows was started
+    if is_whole and len(shown) == len(times_s):  # one frame per row, whenever the clock of the rows was started
         times_s = times_s - times_s.min() + shown[0]
     tolerance = max(LEAST_TOLERANCE_S, TOLERANCE / fps)
     last = int(np.argmax(times_s))
@@ -67,12 +62,12 @@ def frames_at(
         short = f"ends after {len(shown)} frames, at {shown.max(initial=0):.3f} s, and {needed}"
         if len(shown) < len(times_s) or not is_whole:
             raise damaged(path, f"it {short}")
-        hint = "correct timestamp, from_timestamp, fps or the rate of the video; all of them are in seconds"
+        hint = "correct timestamp, from_timestamp, fps or the rate of the video; times are in seconds"
         raise EmbodrlError(f"{path} {short}", hint, code="dataset-frame-times")
     after = np.clip(np.searchsorted(shown, times_s), 1, max(1, len(shown) - 1))
     numbers = np.where(times_s - shown[after - 1] <= np.abs(shown[after % len(shown)] - times_s), after - 1, after)
     off = np.abs(shown[numbers] - times_s)
-    hint = "correct timestamp, from_timestamp and fps, or the video; pictures would be of other moments than actions"
+    hint = "correct timestamp, from_timestamp and fps, or the video; images would show other moments than the actions"
     if not off.max() <= tolerance:
         at = int(np.argmax(~(off <= tolerance)))
         raise EmbodrlError(
@@ -85,7 +80,7 @@ def frames_at(
     if len(same := np.flatnonzero(np.diff(numbers[order]) == 0)):
         first, second = (int(order[same[0] + n]) for n in (0, 1))
         raise EmbodrlError(
-            f"{path} has one frame for {name(first)} and {name(second)}, at {shown[numbers[first]]:.4f} s",
+            f"{path} has a single frame for {name(first)} and {name(second)}, at {shown[numbers[first]]:.4f} s",
             hint,
             code="dataset-frame-times",
         )
@@ -93,11 +88,9 @@ def frames_at(
 
 
 def frames_of(path: Path, numbers: NDArray[np.int64], size: tuple[int, int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yield the places in ``numbers int64[n]`` and their frames ``uint8[H,W,3]``, in the order of the file.
+    """Yield indices into ``numbers int64[n]`` with their frames ``uint8[H,W,3]``, in the order of the file.
 
-    Raises:
-        FileDamagedError: a frame can't be decoded.
-        EmbodrlError: the frames are not of this height and width, as they are displayed.
+    Raises FileDamagedError if a frame can't be decoded, EmbodrlError if frames have another height or width.
     """
     order = np.argsort(numbers)
     first = at = int(numbers[order[0]])
@@ -118,11 +111,7 @@ def frames_of(path: Path, numbers: NDArray[np.int64], size: tuple[int, int]) -> 
 
 
 def check_size(path: Path, what: str, found: tuple[int, int], stated: tuple[int, int]) -> None:
-    """Refuse a picture of another height and width than info.json states.
-
-    Raises:
-        EmbodrlError: see above.
-    """
+    """Raise EmbodrlError if height and width of an image differ from info.json."""
     if found != stated:
         hint = "correct shape and names in meta/info.json"
         if found == stated[::-1]:

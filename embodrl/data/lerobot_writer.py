@@ -1,4 +1,4 @@
-"""Writing a LeRobot dataset, v3.0.
+"""Writer of LeRobot datasets, v3.0.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -27,18 +27,15 @@ Row = dict[str, object]
 
 
 class LeRobotWriter(DatasetWriter):
-    """Writes a LeRobot dataset.
+    """Writes a LeRobot dataset; see ``DatasetWriter`` for further arguments and errors.
 
     Args:
-        directory, resume: as of ``DatasetWriter``.
-        cameras: their V names.
-        fps: frames per second, as the attribute ``fps``; None until it is known, before the first episode.
-        crf: of the videos; 0 is lossless.
+        fps: frames per second, also an attribute; None until known, before the first episode.
+        crf: quality of the videos; 0 is lossless.
         robot_type: free text, or None.
 
     Raises:
         MissingDependencyError: the extra ``datasets`` is not installed.
-        EmbodrlError, OutputError: as of ``DatasetWriter``.
     """
 
     format = "lerobot"
@@ -84,8 +81,8 @@ class LeRobotWriter(DatasetWriter):
         features = self._describe(episode)
         if features != (self._features or features):
             raise EmbodrlError(
-                f"an episode for {self.directory} has other features than those before: {features}",
-                "continue a collection with the settings that it began with",
+                f"an episode for {self.directory} has other features than the earlier ones: {features}",
+                "continue a collection with the settings it started with",
                 code="dataset-other-features",
             )
         self._features = features
@@ -129,7 +126,7 @@ class LeRobotWriter(DatasetWriter):
             self._finish_file()
 
     def _columns(self, episode: DemoEpisode, number: int) -> dict[str, Array]:
-        """Return one array per feature other than pictures, ``[N]`` or ``[N,D]``."""
+        """Return one array per feature other than images, ``[N]`` or ``[N,D]``."""
         length = len(episode.actions)
         frames = np.arange(length)
         task = self._tasks.setdefault(episode.instruction, len(self._tasks))
@@ -146,8 +143,7 @@ class LeRobotWriter(DatasetWriter):
         }
 
     def _describe(self, episode: DemoEpisode) -> dict[str, object]:
-        """Return the features as info.json has them."""
-        assert episode.images.shape[1] == len(self.keys), "one picture per camera"
+        assert episode.images.shape[1] == len(self.keys), "one image per camera"
         height, width = episode.images.shape[2:4]
         video = {
             "video.height": height,
@@ -195,7 +191,7 @@ class LeRobotWriter(DatasetWriter):
         return self._encoders[key]
 
     def _is_full(self) -> bool:
-        """One of the present files has reached the size at which the next one begins."""
+        """Whether a file has reached the size at which the next one begins."""
         sizes = (encoder.path.stat().st_size for encoder in self._encoders.values() if encoder.path.exists())
         videos_full = max(sizes, default=0) >= layout.VIDEO_FILE_MB * layout.MEGABYTE
         return videos_full or self._data_bytes >= layout.DATA_FILE_MB * layout.MEGABYTE
@@ -218,7 +214,7 @@ class LeRobotWriter(DatasetWriter):
         self._file_start = self.num_frames
 
     def _array(self, values: Array) -> Any:
-        """Return a column: numbers, or lists of a fixed length where a feature has several dimensions."""
+        """Return a column: numbers, or fixed-size lists for features with several dimensions."""
         if values.ndim == 1 or values.shape[1] == 1:
             return self._pa.array(values.ravel())
         return self._pa.FixedSizeListArray.from_arrays(self._pa.array(values.ravel()), values.shape[1])
@@ -284,7 +280,7 @@ class LeRobotWriter(DatasetWriter):
             write_json_file(self.staging / name, content)
 
     def _task_table(self) -> Any:
-        """Return the instructions as pandas writes a table whose index they are: that is how they are looked up."""
+        """Return the instructions as the index of a pandas table, by which readers look them up."""
         table = self._pa.table({"task_index": list(self._tasks.values()), "task": list(self._tasks)})
         column = {"pandas_type": "int64", "numpy_type": "int64", "metadata": None}
         text = {"pandas_type": "unicode", "numpy_type": "object", "metadata": None}

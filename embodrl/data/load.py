@@ -1,4 +1,4 @@
-"""Demonstrations of any format that is known by its files."""
+"""Loading of demonstrations; the format is detected from the files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def load_demos(
     size: tuple[int, int] | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> Demos:
-    """Load a LeRobot dataset, or what ``collect.format=raw`` wrote.
+    """Load a LeRobot dataset or the output of ``collect.format=raw``.
 
     Args:
-        directory: of the dataset.
-        max_episodes: only the first ones.
-        cameras: which cameras of a LeRobot dataset, in that order; None takes all, in the order of the dataset.
-        size: height and width that pictures of a LeRobot dataset are brought to; None leaves them.
-        keys: ``sft.keys``: features of a LeRobot dataset by the names that embodrl gives them.
+        directory: dataset directory.
+        max_episodes: maximum number of episodes.
+        cameras: cameras of a LeRobot dataset, in this order; None takes all, in the order of the dataset.
+        size: height and width to resize images of a LeRobot dataset to; None keeps them.
+        keys: ``sft.keys``: features of a LeRobot dataset by embodrl's names.
 
     Raises:
-        EmbodrlError: there are none, a file is missing or damaged, or a camera is not there.
+        EmbodrlError: no demonstrations, a missing or damaged file, or an unknown camera.
         MissingDependencyError: the extra ``datasets`` is not installed.
     """
     if is_lerobot(directory):
@@ -38,12 +38,12 @@ def load_demos(
 
 
 def is_lerobot(directory: Path) -> bool:
-    """Return whether a directory is a LeRobot dataset, which may be damaged."""
+    """Whether a directory is a LeRobot dataset, possibly a damaged one."""
     return (directory / INFO).parent.is_dir()
 
 
 def camera_names(directory: Path, keys: Mapping[str, str] | None = None) -> list[str] | None:
-    """Return the features of a LeRobot dataset's cameras, in its order; None for a format without names."""
+    """Return the camera features of a LeRobot dataset, in its order; None for a format without names."""
     if not is_lerobot(directory):
         return None
     from embodrl.data.lerobot_info import read_info

@@ -1,4 +1,4 @@
-"""Columns of parquet files, read with their types and sizes checked. The only reader of pyarrow tables.
+"""Columns of parquet files, read with types and sizes checked. The only module that reads pyarrow tables.
 
 Shapes: N rows, D dimensions.
 """
@@ -19,22 +19,15 @@ from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, check_regular_file, with_whole_numbers
 
 MEMORY_FRACTION = 0.7
-"""Of the free memory, which data may fill."""
+"""Fraction of the free memory that data may fill."""
 VALUE_BYTES = 8
-"""Of the largest number in a column."""
+"""Bytes of the largest number in a column."""
 
 
 class Table:
-    """Some columns of a parquet file.
+    """Some columns of a parquet file: ``columns`` (None: all without the prefix ``exclude``) and ``optional`` ones.
 
-    Args:
-        path: of the file.
-        columns: to read; None reads those that ``exclude`` does not match.
-        exclude: prefix of columns that are left out.
-        optional: further columns, which are read if they are there.
-
-    Raises:
-        EmbodrlError: the file is missing, damaged, lacks a column, or does not fit in memory.
+    Raises EmbodrlError if the file is missing, damaged, lacks a column, or does not fit in memory.
     """
 
     def __init__(
@@ -57,7 +50,7 @@ class Table:
                     names = [name for name in names if not name.startswith(exclude)]
                 if missing := [name for name in names if name not in present]:
                     problem = f"it has no column {', '.join(missing)}; it has {', '.join(present)}"
-                    raise layout_error(path, problem, "sft.keys names columns that are called otherwise")
+                    raise layout_error(path, problem, "map other column names with sft.keys")
                 names += [name for name in optional if name in present and name not in names]
                 if twice := [name for name in names if present.count(name) > 1]:
                     raise layout_error(path, f"it has several columns {twice[0]}", "write each column once")
@@ -69,13 +62,13 @@ class Table:
         self.names: list[str] = list(self._table.column_names)
 
     def _check_size(self, metadata: Any, names: Sequence[str]) -> None:
-        """Refuse columns that do not fit in memory; by run lengths a few bytes may hold millions of rows."""
+        """Reject columns that do not fit in memory: with run-length encoding, a few bytes may hold millions of rows."""
         free = psutil.virtual_memory().available
         read = _columns_of(metadata, names)
         num_bytes = sum(_stated_bytes(metadata, group, number) for group, number in read)
         self._check_bytes(num_bytes, free)
-        # By a dictionary a value is stored once, and takes memory for each row that has it. No value is longer than all
-        # that is stored. What encodings the file states is not to be relied on.
+        # A dictionary stores a value once, but it takes memory in each row that has it. No value is longer than the
+        # stored total. The encodings stated by the file can't be relied on.
         texts = [(*place, _stated_bytes(metadata, *place)) for place in read if _is_text(metadata, *place)]
         at_most = num_bytes + sum(_part(metadata, *place).num_values * size for *place, size in texts)
         if at_most <= MEMORY_FRACTION * free:
@@ -93,7 +86,7 @@ class Table:
             )
 
     def _decoded_bytes(self, metadata: Any, group: int, number: int) -> int:
-        """Return what the bytes or texts of a column take in memory; reads each that differs once."""
+        """Return the decoded size in bytes of a column of bytes or texts; reads each unique value once."""
         pyarrow, compute, parquet = require("pyarrow", "pyarrow.compute", "pyarrow.parquet")
         name = _part(metadata, group, number).path_in_schema
         with parquet.ParquetFile(self.path, page_checksum_verification=True, read_dictionary=[name]) as file:
@@ -110,7 +103,7 @@ class Table:
         return num_bytes
 
     def rows(self) -> list[Fields]:
-        """Return the rows as objects whose fields are checked when they are read."""
+        """Return the rows as objects whose fields are checked on access."""
         content: list[dict[str, object]] = self._table.to_pylist()
         rows = [Fields(row, f"{self.path}, row {n}", FileDamagedError, HINT) for n, row in enumerate(content)]
         return [with_whole_numbers(row) for row in rows]
@@ -139,36 +132,31 @@ class Table:
         return [str(value) for value in values]
 
     def vectors(self, name: str, size: int) -> NDArray[np.float32]:
-        """Return a column of numbers, or of (nested) lists of them, as ``float32[N,D]``.
-
-        Args:
-            name: of the column.
-            size: D.
-        """
+        """Return a column of numbers, or of (nested) lists with D = ``size`` numbers, as ``float32[N,D]``."""
         values = self._table[name].combine_chunks()
         shape = [len(values)]
         while hasattr(values.type, "value_type"):
             lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False)) if len(values) else [1]
             if values.null_count or len(lengths) != 1:
-                raise self._unlike(f"the lists of {name} differ in length, or are null")
+                raise self._unlike(f"the lists of {name} differ in length or are null")
             shape.append(int(lengths[0]))
             values = values.flatten()
         if not str(values.type).startswith(("int", "uint", "float", "double", "halffloat", "bool")):
             raise self._unlike(f"{name} is {values.type}, not numbers")
         if int(np.prod(shape[1:])) != size:
             raise self._unlike(f"{name} has {int(np.prod(shape[1:]))} numbers per row, and {size} by info.json")
-        with np.errstate(over="ignore"):  # what overflows is infinite, which is reported with its frame
+        with np.errstate(over="ignore"):  # overflow gives infinity, reported with its frame
             return np.asarray(values.to_numpy(zero_copy_only=False), np.float32).reshape(-1, size)
 
     def seconds(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return some rows of a column of seconds as ``float64[n]``, NaN where it is null.
+        """Return some rows of a column of seconds as ``float64[n]``, NaN where null.
 
-        A column of timestamps is read as seconds since the first of the rows.
+        Columns of timestamps are converted to seconds since the first row.
         """
         values = self._table[name].take(rows).combine_chunks()
         if str(values.type).startswith("timestamp"):
             nanoseconds = values.cast("timestamp[ns]").cast("int64")
-            first = nanoseconds[0].as_py() if len(nanoseconds) else 0  # float64 holds no nanoseconds since 1970
+            first = nanoseconds[0].as_py() if len(nanoseconds) else 0  # float64 can't hold nanoseconds since 1970
             return np.array([np.nan if x is None else (x - (first or 0)) * 1e-9 for x in nanoseconds.to_pylist()])
         if hasattr(values.type, "value_type"):  # lists of one number
             values = values.flatten()
@@ -179,19 +167,19 @@ class Table:
         return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
 
     def pictures(self, name: str, rows: NDArray[np.int64]) -> list[bytes]:
-        """Return the encoded pictures in some rows of a column."""
+        """Return the encoded images in some rows of a column."""
         values: list[object] = self._table[name].take(rows).to_pylist()
         result: list[bytes] = []
         for row, value in zip(rows, values, strict=True):
             encoded: object = value.get("bytes") if isinstance(value, dict) else None
             if not isinstance(encoded, bytes) or not encoded:
-                raise self._unlike(f"row {row}: {name} holds no picture; it must be embedded in the file")
+                raise self._unlike(f"row {row}: {name} holds no image; it must be embedded in the file")
             result.append(encoded)
         return result
 
 
 def _columns_of(metadata: Any, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the row groups and column numbers in them of what is read of some columns."""
+    """Return the row groups, and the column numbers in them, that hold some columns."""
     prefixes = tuple(f"{name}." for name in names)
     schema = metadata.schema
     numbers = [n for n in range(metadata.num_columns) if f"{schema.column(n).path}.".startswith(prefixes)]

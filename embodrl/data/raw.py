@@ -36,18 +36,13 @@ from embodrl.storage.tensor_files import load_arrays
 INDEX = RAW_INDEX
 FORMAT = 1
 COLUMNS = {"images": (np.uint8, 5), "state": (np.float32, 2), "actions": (np.float32, 2)}
-"""Type and number of axes of each column."""
+"""Dtype and number of axes of each column."""
 OUTCOMES = {EXECUTED: (np.float32, 2), REWARD: (np.float32, 1), TERMINATED: (np.bool_, 1)}
-"""The same of those that not every dataset has."""
+"""Dtype and number of axes of the optional columns."""
 
 
 class RawWriter(DatasetWriter):
-    """Writes the format ``raw``.
-
-    Args:
-        directory, resume: as of ``DatasetWriter``.
-        shard_episodes: episodes per file, at most.
-    """
+    """Writes the format ``raw``, with at most ``shard_episodes`` per file; see ``DatasetWriter``."""
 
     format = "raw"
 
@@ -113,11 +108,7 @@ class _Entry:
 
 
 def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
-    """Load demonstrations of the format ``raw``.
-
-    Raises:
-        EmbodrlError: there are none, or a file is missing or damaged.
-    """
+    """Load demonstrations of the format ``raw``; EmbodrlError if there are none, or a file is missing or damaged."""
     path = directory / INDEX
     if not path.is_file():
         raise missing(directory)
@@ -188,7 +179,9 @@ def _load_shard(path: Path) -> dict[str, Array]:
         raise damaged(path, error) from error
     if "actions" not in shard:
         raise damaged(path, "it has no actions")
-    shard.setdefault("state", np.zeros((len(shard["actions"]), 0), np.float32))  # collected before there were states
+    shard.setdefault(
+        "state", np.zeros((len(shard["actions"]), 0), np.float32)
+    )  # collected before states were supported
     present = COLUMNS | (OUTCOMES if OUTCOMES.keys() <= shard.keys() else {})
     for column, (dtype, axes) in present.items():
         if column not in shard:

@@ -1,8 +1,8 @@
-"""A replay buffer: what was seen and done, in a ring of frames bounded in bytes.
+"""Replay buffer: observations and actions in a ring of frames bounded in bytes.
 
-A frame is an observation and, if one was acted upon, the chunk that followed. The next frame of the ring is what the
-chunk led to, so that every observation is kept once. An episode ends with a frame that terminated, or with the last
-observation, for which there is no action: after a truncation, at the end of a rollout, or before a chunk that was lost.
+A frame is an observation and, if the policy acted on it, the following chunk. The next frame of the ring is the outcome
+of the chunk, so that every observation is stored once. An episode ends with a terminated frame, or with its last
+observation, which has no action: after a truncation, at the end of a rollout, or before a chunk that was lost.
 
 Shapes: T policy steps, B environments, N frames, C actions in a chunk, A action dimensions, n chunks of a return.
 """
@@ -34,7 +34,7 @@ DEMOS = "demos"
 
 
 class Window(NamedTuple):
-    """Consecutive chunks; what lies beyond the end of an episode is of another one.
+    """Consecutive chunks; entries after the end of an episode belong to another one.
 
     Attributes:
         rewards: ``float32[N,n,C]``.
@@ -49,14 +49,9 @@ class Window(NamedTuple):
 
 
 class ReplayBuffer:
-    """Frames of the last episodes; the oldest make room for new ones.
+    """Ring of at most ``capacity`` frames and ``max_bytes`` bytes, in whole episodes; new frames replace the oldest.
 
-    Args:
-        capacity: frames, at most.
-        max_bytes: largest number of bytes of memory.
-
-    Attributes:
-        stored: chunks added so far, including those that have made room.
+    ``stored`` counts all chunks added so far, including replaced ones.
     """
 
     def __init__(self, capacity: int, max_bytes: int) -> None:
@@ -67,45 +62,40 @@ class ReplayBuffer:
         self._acted = torch.zeros(0, dtype=torch.int64)
 
     def __len__(self) -> int:
-        """How many chunks can be drawn."""
+        """Number of chunks that can be drawn."""
         return len(self._acted)
 
     @property
     def capacity(self) -> int:
-        """Frames that there is room for; 0 before the first is added."""
+        """Number of frames that fit; 0 before the first is added."""
         return len(next(iter(self._columns.values()))) if self._columns else 0
 
     @property
     def num_bytes(self) -> int:
-        """Of the frames that are there."""
+        """Bytes of the stored frames."""
         return sum(column[: self._size].nbytes for column in self._columns.values())
 
     def add_frames(self, frames: Mapping[str, Tensor]) -> None:
-        """Add whole episodes, one after the other.
+        """Add whole episodes, one after the other; EmbodrlError if they exceed the capacity.
 
-        Args:
-            frames: columns ``[N,...]``: ``inputs.NAME``, ``actions``, ``rewards``, ``valid``, ``terminated``,
-                ``acted``, ``source``.
-
-        Raises:
-            EmbodrlError: they are more than there is room for.
+        Columns ``[N,...]``: ``inputs.NAME``, ``actions``, ``rewards``, ``valid``, ``terminated``, ``acted``,
+        ``source``.
         """
         count = len(frames["acted"])
         if not count:
             return
-        # Only the first frames show the names and shapes of the policy's inputs.
+        # Names and shapes of the policy's inputs are known only from the first frames.
         if not self._columns:
             self._allocate(frames)
         if count > self.capacity:
             frame = sum(column[0].nbytes for column in self._columns.values())
             raise EmbodrlError(
-                f"{count} frames of {frame:,} bytes are added at once, and the replay buffer has room for"
+                f"{count} frames of {frame:,} bytes are added at once, but the replay buffer has room for"
                 f" {self.capacity}",
-                "raise algorithm.off_policy.capacity and algorithm.off_policy.memory_gb, or gather less at once",
+                "raise algorithm.off_policy.capacity and algorithm.off_policy.memory_gb, or collect less at once",
                 code="replay-too-small",
             )
-        # Frames that are added end with the end of an episode, so that no chunk takes the oldest frame for what it led
-        # to.
+        # Added frames end with the end of an episode, so that no chunk takes the oldest frame for its outcome.
         places = (self._head + torch.arange(count)) % self.capacity
         for name, column in self._columns.items():
             column[places] = frames[name]
@@ -115,17 +105,17 @@ class ReplayBuffer:
         self._index()
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """Return the places ``int64[count]`` of chunks, drawn evenly with replacement."""
+        """Sample chunk indices ``int64[count]`` uniformly with replacement."""
         return self._acted[torch.randint(len(self), (count,), generator=generator)]
 
     def window(self, places: Tensor, n: int) -> Window:
-        """Return what happened from these frames on."""
+        """Return the windows that start at these frames."""
         index = (places[:, None] + torch.arange(n)) % self.capacity
         names = ("rewards", "valid", "terminated", "acted")
         return Window(*(self._columns[name][index] for name in names))
 
     def inputs(self, places: Tensor) -> dict[str, Tensor]:
-        """Return what the policy saw: ``[N,...]`` by name."""
+        """Return the policy's inputs, ``[N,...]`` by name."""
         index = places % self.capacity
         return {
             name.removeprefix(INPUT): column[index] for name, column in self._columns.items() if name.startswith(INPUT)
@@ -136,7 +126,7 @@ class ReplayBuffer:
         return self._columns[name][places]
 
     def checksum(self) -> int:
-        """Return a number that differs where the actions or rewards of two buffers do."""
+        """Return a number that differs if the actions or rewards of two buffers differ."""
         pieces = (
             self._columns[name][: self._size] for name in ("actions", "labels", "rewards") if name in self._columns
         )
@@ -146,16 +136,12 @@ class ReplayBuffer:
         return result
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that ``load_state`` needs, without copies."""
+        """Return everything ``load_state`` needs, without copies."""
         counters = {HEAD: torch.tensor(self._head), STORED: torch.tensor(self.stored)}
         return {name: column[: self._size] for name, column in self._columns.items()} | counters
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with what ``state`` returned; what is drawn from then on is the same.
-
-        Raises:
-            CheckpointError: it does not fit into the buffer, which is smaller now.
-        """
+        """Continue from ``state`` with identical draws; CheckpointError if the state exceeds the buffer's capacity."""
         columns = {name: column for name, column in state.items() if name not in (HEAD, STORED)}
         self._columns = {}
         self._size = 0
@@ -163,11 +149,11 @@ class ReplayBuffer:
             self._allocate(columns)
             self._size = len(columns["acted"])
             head = int(state[HEAD])
-            # A ring that has come round is bound to its size; one that has not can grow.
+            # A ring that has wrapped around is bound to its size; otherwise it can grow.
             if self._size > self.capacity or (head != self._size % self.capacity and self._size != self.capacity):
                 raise CheckpointError(
-                    f"the checkpoint's replay buffer has {self._size} frames, and there is room for {self.capacity}",
-                    "resume with algorithm.off_policy.capacity and memory_gb as they were",
+                    f"the checkpoint's replay buffer has {self._size} frames, but there is room for {self.capacity}",
+                    "resume with the same algorithm.off_policy.capacity and memory_gb",
                     code="replay-other-size",
                 )
             for name, column in columns.items():
@@ -187,7 +173,7 @@ class ReplayBuffer:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As ``torch.zeros``, but memory that is never written to is never taken."""
+    """Like ``torch.zeros``, but memory is committed only when written."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:  # a state without dimensions
         return torch.zeros(shape, dtype=dtype)
@@ -196,12 +182,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class ReplayStores:
-    """Where an off-policy run keeps what it learns from.
+    """Training data of an off-policy run.
 
     Attributes:
-        online: what the policy, or who corrects it, did in this run.
-        demos: demonstrations; None without. They are read from their files again when a run is resumed.
-        interventions: chunks of an expert or a person who takes control become demonstrations, too; checkpoints then
+        online: experience of the policy, and of whoever corrects it, in this run.
+        demos: demonstrations; None without. Read from their files again on resume.
+        interventions: chunks of an expert or a person who takes control become demonstrations too; checkpoints then
             keep all.
     """
 
@@ -210,15 +196,13 @@ class ReplayStores:
     interventions: bool = False
 
     def __post_init__(self) -> None:
-        # Before an intervention is added: it identifies the demonstrations that the run began with.
+        # Taken before any intervention is added: it identifies the demonstrations the run started with.
         self._recorded = None if self.demos is None else self.demos.checksum()
 
     def add(self, batch: TrajectoryBatch) -> int:
-        """Add the chunks of a rollout, those of an expert to the demonstrations as well; return how many.
+        """Add the chunks of a rollout, and an expert's chunks to the demonstrations as well; return their number.
 
-        Raises:
-            BatchKeyError: it lacks ``actions`` or ``final_inputs``.
-            EmbodrlError: see ``ReplayBuffer.add_frames``.
+        Raises BatchKeyError if ``actions`` or ``final_inputs`` are missing; see also ``ReplayBuffer.add_frames``.
         """
         frames = frames_of(batch)
         self.online.add_frames(frames)
@@ -227,36 +211,32 @@ class ReplayStores:
         return int(frames["acted"].sum())
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint: the online part, and of the demonstrations a checksum or all of them."""
+        """Return the checkpoint state: the online part, and a checksum of the demonstrations or all of them."""
         known = {} if self._recorded is None else {DEMOS: torch.tensor(self._recorded)}
         if self.interventions and self.demos is not None:
             known |= {f"{DEMOS}.{name}": tensor for name, tensor in self.demos.state().items()}
         return self.online.state() | known
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from ``state``.
-
-        Raises:
-            CheckpointError: the demonstrations have changed, or the buffer is smaller.
-        """
+        """Continue from ``state``; CheckpointError if the demonstrations changed or the buffer is smaller."""
         left = {name: tensor for name, tensor in state.items() if not name.startswith(f"{DEMOS}.")}
         before = left.pop(DEMOS, None)
         if (None if before is None else int(before)) != self._recorded:
             raise CheckpointError(
-                "the demonstrations are not those that the run began with",
-                "resume with algorithm.off_policy.demos as it was, and the dataset unchanged",
+                "the demonstrations are not the ones the run started with",
+                "resume with the same algorithm.off_policy.demos and an unchanged dataset",
                 code="replay-other-demos",
             )
         self.online.load_state(left)
         kept = {
             name.removeprefix(f"{DEMOS}."): tensor for name, tensor in state.items() if name.startswith(f"{DEMOS}.")
         }
-        if self.interventions and self.demos is not None and kept:  # none of a run that was not corrected until now
+        if self.interventions and self.demos is not None and kept:  # absent if the run has not been corrected so far
             self.demos.load_state(kept)
 
 
 def labelled_frames(batch: TrajectoryBatch) -> dict[str, Tensor]:
-    """Return what an expert has labelled in a rollout, as ``ReplayBuffer.add_frames`` takes it: no transitions.
+    """Return the frames an expert labelled in a rollout, for ``ReplayBuffer.add_frames``; not transitions.
 
     Columns ``[N,...]``: ``inputs.images``, ``inputs.state``, ``inputs.words``, ``labels``, ``source``, ``acted``.
     """
@@ -267,21 +247,17 @@ def labelled_frames(batch: TrajectoryBatch) -> dict[str, Tensor]:
 
 
 MAX_WORDS = 512
-"""Bytes of an instruction in a replay buffer."""
+"""Bytes per instruction in a replay buffer."""
 
 
 def encode_words(instructions: Sequence[str]) -> NDArray[np.uint8]:
-    """Return instructions as UTF-8, ``uint8[B,MAX_WORDS]``, zeros behind.
-
-    Raises:
-        EmbodrlError: one is longer.
-    """
+    """Encode instructions as zero-padded UTF-8, ``uint8[B,MAX_WORDS]``; EmbodrlError if one is longer."""
     result = np.zeros((len(instructions), MAX_WORDS), np.uint8)
     for row, text in zip(result, instructions, strict=True):
         data = text.encode()
         if len(data) > MAX_WORDS:
             raise EmbodrlError(
-                f"an instruction of {len(data)} bytes, and the replay buffer keeps {MAX_WORDS}",
+                f"an instruction has {len(data)} bytes, but the replay buffer keeps {MAX_WORDS}",
                 "shorten the task's instruction",
                 code="instruction-too-long",
             )
@@ -290,17 +266,17 @@ def encode_words(instructions: Sequence[str]) -> NDArray[np.uint8]:
 
 
 def decode_words(words: NDArray[np.uint8]) -> list[str]:
-    """Return what ``encode_words`` was given."""
+    """Invert ``encode_words``."""
     return [row.tobytes().rstrip(b"\0").decode() for row in words]
 
 
 def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
-    """Return the frames of a rollout, episode by episode, as ``ReplayBuffer.add_frames`` takes them."""
+    """Return the frames of a rollout, episode by episode, for ``ReplayBuffer.add_frames``."""
     steps, rows = batch.valid.shape[:2]
     acted = batch.valid.any(-1)
     terminated = batch.terminated.any(-1)
     ended = terminated | batch.truncated.any(-1)
-    times: list[int] = []  # of the column inputs, and beyond T of final_inputs
+    times: list[int] = []  # index into the column inputs, and beyond T into final_inputs
     envs: list[int] = []
     for env in range(rows):
         open_episode = False
@@ -311,7 +287,7 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
                 if open_episode and (ended[time, env] or time + 1 == steps):
                     times.append(steps + time)
                     open_episode = False
-            elif open_episode:  # a fault ended the episode, of which this observation is the last
+            elif open_episode:  # a fault ended the episode, whose last observation this is
                 times.append(time)
                 open_episode = False
             envs.extend([env] * (len(times) - len(envs)))
@@ -319,7 +295,7 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
     env = torch.tensor(envs, dtype=torch.int64)
     inner = time % steps
     is_final = time >= steps
-    # A final frame has no chunk of its own: the columns that it borrows from its step must not count.
+    # A final frame has no chunk of its own: the columns it borrows from its step must not count.
     flags = acted[inner, env] & ~is_final
     frames = {
         "actions": batch["actions"][inner, env],
@@ -337,11 +313,7 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
 
 
 def intervened(frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the frames in which an expert or a person acted, and what that led to, as demonstrations with ``labels``.
-
-    Args:
-        frames: frames of ``frames_of``.
-    """
+    """Return the ``frames_of`` in which an expert or a person acted, as demonstrations with ``labels``."""
     by_expert = frames["acted"] & (frames["source"] != POLICY)
     led_here = torch.zeros_like(by_expert)
     led_here[1:] = (by_expert & ~frames["terminated"])[:-1]

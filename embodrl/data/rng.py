@@ -1,4 +1,4 @@
-"""Random states as JSON, so that a resumed run draws the numbers that the uninterrupted one would have drawn."""
+"""Random states as JSON, so that a resumed run draws the same numbers as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embodrl.errors import CheckpointError
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the global random states of Python, numpy and torch (with every visible GPU), as JSON-able values."""
+    """Return the global random states of Python, numpy and torch (with every visible GPU) as JSON."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
@@ -29,11 +29,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Set the global random states to what ``capture_rng`` returned; GPUs that are not there now are left out.
-
-    Raises:
-        CheckpointError: it is no such state.
-    """
+    """Set the random states from ``capture_rng``, skipping absent GPUs; CheckpointError if the state is invalid."""
     with _refused():
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -46,27 +42,23 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def generator_state(generator: torch.Generator) -> str:
-    """Return the state of one generator as text."""
+    """Return the state of a generator as text."""
     return _encode(generator.get_state())
 
 
 def restore_generator(generator: torch.Generator, state: str) -> None:
-    """Set one generator to what ``generator_state`` returned.
-
-    Raises:
-        CheckpointError: it is no such state.
-    """
+    """Restore a generator from ``generator_state``; CheckpointError if the state is invalid."""
     with _refused():
         generator.set_state(_decode(state))
 
 
 @contextmanager
 def _refused() -> Iterator[None]:
-    """Give what the libraries say of a state that they can't use a code."""
+    """Convert the libraries' errors about an unusable state to an error with a code."""
     try:
         yield
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        message = f"a saved state of random numbers can't be used: {type(error).__name__} {error}"
+        message = f"a saved random state can't be used: {type(error).__name__} {error}"
         raise CheckpointError(message, "use an earlier checkpoint", code="checkpoint-damaged") from error
 
 
@@ -80,11 +72,7 @@ def _decode(text: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowGenerators:
-    """A random generator for each row of a batch: what a row draws does not depend on the other rows.
-
-    Attributes:
-        rows: one per row, all on one device.
-    """
+    """One random generator per row of a batch, so that the draws of a row do not depend on the other rows."""
 
     rows: tuple[torch.Generator, ...]
 
@@ -94,7 +82,7 @@ class RowGenerators:
 
 
 RandomSource = torch.Generator | RowGenerators
-"""Where a policy draws from: one generator for a batch, or one for each row."""
+"""Random source of a policy: one generator per batch, or one per row."""
 
 
 def draw_rows(
@@ -103,13 +91,9 @@ def draw_rows(
     source: RandomSource | None,
     dim: int = 0,
 ) -> Tensor:
-    """Return ``draw(shape, generator)``, or the rows joined that each generator of ``source`` draws on its own.
+    """Return ``draw(shape, generator)``, or the draws of each generator of ``RowGenerators`` joined along ``dim``.
 
-    Args:
-        draw: from a shape and a generator to a tensor of that shape.
-        shape: of the result.
-        source: None stands for torch's global generator.
-        dim: the axis of the rows.
+    ``source`` None uses torch's global generator.
     """
     if not isinstance(source, RowGenerators):
         return draw(list(shape), source)

@@ -1,4 +1,4 @@
-"""Statistics of a robot's actions and state: computed from demonstrations, kept in JSON, read from several layouts.
+"""Statistics of a robot's actions and state: computed from demonstrations, stored as JSON, read from several layouts.
 
 Shapes: N frames, A action dimensions, S state dimensions.
 """
@@ -20,8 +20,9 @@ from embodrl.storage.json_file import write_json_file
 STATISTICS_FILE = "statistics.json"
 UNNAMED = "demonstrations"
 NARROW = 0.01
-"""Quantiles that span less than this part of the range miss what a dimension does, e.g. a gripper that hardly moves."""
-_HINT = "give what `embodrl data stats` writes, meta/stats.json of a LeRobot dataset, or openpi's norm_stats.json"
+"""Quantiles spanning less than this fraction of the range misrepresent a dimension, e.g. a gripper that rarely moves.
+"""
+_HINT = "use the output of `embodrl data stats`, meta/stats.json of a LeRobot dataset, or openpi's norm_stats.json"
 
 Vector = dict[str, list[float]]
 """``mean``, ``std``, ``min``, ``max``, ``q01``, ``q10``, ``q50``, ``q90``, ``q99``: one number per dimension each."""
@@ -32,12 +33,11 @@ class RobotStatistics:
     """Statistics of one robot.
 
     Attributes:
-        name: of the robot or dataset.
-        action: of each action dimension, in the policy's gripper convention.
-        state: of each state dimension; None without.
-        gripper: ``model.gripper`` that actions were converted with.
-        num_frames, num_episodes: that they were computed from; 0 if not known.
-        source: the file; "" if they were computed.
+        action: statistics of each action dimension, in the policy's gripper convention.
+        state: statistics of each state dimension; None without.
+        gripper: ``model.gripper`` used to convert the actions.
+        num_frames, num_episodes: size of the data; 0 if unknown.
+        source: file path; "" if computed.
     """
 
     name: str
@@ -49,7 +49,7 @@ class RobotStatistics:
     source: str = ""
 
     def write(self, path: Path) -> None:
-        """Write them as JSON, atomically."""
+        """Write the statistics as JSON, atomically."""
         content = {name: getattr(self, name) for name in ("name", "gripper", "num_frames", "num_episodes", "action")}
         write_json_file(path, content | ({} if self.state is None else {"state": self.state}))
 
@@ -57,9 +57,9 @@ class RobotStatistics:
 def dimension_stats(values: NDArray[np.floating]) -> tuple[Vector, list[int]]:
     """Return the statistics of ``[N,D]``, and the dimensions whose q01 and q99 were replaced by minimum and maximum.
 
-    Mean and standard deviation (of the population) are accumulated in float64 over all frames, and quantiles are exact
+    Mean and (population) standard deviation are accumulated in float64 over all frames, and quantiles are exact
     (``numpy.quantile``, linear). Where q01 to q99 spans less than 1 % of the range, normalised outliers would be in the
-    hundreds; there the whole range is used.
+    hundreds; the whole range is used instead.
     """
     stats = vector_stats(np.asarray(values, np.float64))
     del stats["count"]
@@ -71,16 +71,15 @@ def dimension_stats(values: NDArray[np.floating]) -> tuple[Vector, list[int]]:
 
 
 def read_statistics(path: Path) -> RobotStatistics:
-    """Return the statistics in a file of ``RobotStatistics.write``, of LeRobot (meta/stats.json) or openpi.
+    """Read statistics written by ``RobotStatistics.write``, LeRobot (meta/stats.json) or openpi.
 
-    Raises:
-        FileDamagedError: it can't be read, or has no statistics of actions.
+    Raises FileDamagedError if the file is unreadable or has no action statistics.
     """
     content = read_fields(path, FileDamagedError, _HINT)
     inner = content.fields("norm_stats") if "norm_stats" in content else content
     action = _part(inner, "action", "actions")
     if action is None:
-        inner.refuse("it has no statistics of actions ('action' or 'actions')")
+        inner.refuse("it has no action statistics ('action' or 'actions')")
     state = _part(inner, "state", "observation.state")
     return RobotStatistics(
         content.text("name", UNNAMED),

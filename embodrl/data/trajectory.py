@@ -20,7 +20,7 @@ from embodrl.types import TOKEN_MASK
 
 
 class Column:
-    """A column that every rollout has."""
+    """A column of every rollout."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -33,7 +33,7 @@ class Column:
 
 
 class OptionalColumn:
-    """A column that some rollouts have; None without, and setting None removes it."""
+    """An optional column: None if absent; setting None removes it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -51,34 +51,34 @@ class OptionalColumn:
 class TrajectoryBatch(Batch):
     """A rollout, ``[T,B]``, or a batch derived from one.
 
-    Columns may be changed in place. Attributes raise BatchKeyError where the batch has no such column, except those
-    that may be None.
+    Columns may be changed in place. Accessing a missing attribute raises BatchKeyError, unless it may be None.
 
     Attributes:
-        logprobs: ``float32[T,B,C,A]`` under the policy that acted; these and others ``[T,B,M,1]`` with ``TOKEN_MASK``.
+        logprobs: ``float32[T,B,C,A]`` under the behaviour policy; ``[T,B,M,1]``, like other per-token columns, with
+            ``TOKEN_MASK``.
         rewards: ``float32[T,B,C]``.
         valid: ``bool[T,B,C]``.
         terminated, truncated: ``bool[T,B,C]``.
         bootstrap_values: ``float32[T,B,K]``, value of the final observation where truncated, else 0.
-        policy_version: ``int64[T,B]``, the train engine's ``version`` whose weights chose the chunk.
-        value_version: ``int64[T,B]``, the version of the weights that computed the value of the observation after the
-            chunk, for ``bootstrap_values`` and the last row of ``values``; -1 where they are zeros or of mixed
-            versions. None if not known.
+        policy_version: ``int64[T,B]``, ``version`` of the train engine's weights that chose the chunk.
+        value_version: ``int64[T,B]``, version of the weights that valued the observation after the chunk, for
+            ``bootstrap_values`` and the last row of ``values``; -1 where these are zeros or of mixed versions. None if
+            unknown.
         task_id: ``int64[T,B]``.
-        success: ``bool[T,B]``, the task has been solved earlier in the episode or in this chunk; None if not known.
-        group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
-        frames: ``uint8[T,B,H,W,3]``, the first camera's image after the chunk, at the end of an episode if it ends
-            there; None unless requested.
-        call_id: ``int64[T,B]``, at the last chunk of an episode the number of the call of ``reward.fn`` that judges it,
-            -1 elsewhere; None where no call has begun.
+        success: ``bool[T,B]``, the task was solved in this chunk or earlier in the episode; None if unknown.
+        group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if unknown.
+        frames: ``uint8[T,B,H,W,3]``, the first camera's image after the chunk, or at the end of an episode that ends in
+            it; None unless requested.
+        call_id: ``int64[T,B]``, at the last chunk of an episode the number of the ``reward.fn`` call that judges it, -1
+            elsewhere; None if no call was started.
         ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
-        actions: ``float32[T,B,C,A]`` in environment units, or what the policy chose in their place (``types.CHOSEN``);
-            this and the next two of off-policy runs only.
+        actions: ``float32[T,B,C,A]`` in environment units, or the policy's choice in their place (``types.CHOSEN``);
+            like ``source`` and ``final_inputs``, only in off-policy runs.
         source: ``int8[T,B]``, who chose the chunk: 0 the policy, 1 an expert, 2 a human.
-        final_inputs: a group of columns ``[T,B,...]``, what the policy sees after the chunk where an episode was
-            truncated or the rollout ended there, as ``VLAPolicy.preprocess`` returns it; zeros elsewhere.
-        prox_logprobs: ``float32[T,B,C,A]`` under the weights at the start of the update; None where not decoupled.
-        meta: scalars about the rollout: ``env_steps``, the simulated steps, including those of dropped episodes.
+        final_inputs: group of columns ``[T,B,...]``, the policy's inputs (as from ``VLAPolicy.preprocess``) after the
+            chunk where an episode was truncated or the rollout ended; zeros elsewhere.
+        prox_logprobs: ``float32[T,B,C,A]`` under the weights at the start of the update; None if not decoupled.
+        meta: scalars of the rollout: ``env_steps``, the simulated steps, including those of dropped episodes.
     """
 
     __slots__ = ()
@@ -114,17 +114,9 @@ class TrajectoryBatch(Batch):
     ) -> Self:
         """Return the batch of a rollout.
 
-        Args:
-            forward_inputs: tensors ``[T,B,...]``.
-            values: ``float32[T+1,B,K]``.
-            rewards: ``float32[T,B,C]``.
-            meta: about the rollout.
-            final_inputs: tensors ``[T,B,...]``; None leaves them out.
-            columns: the other attributes; None leaves one out.
-
-        Raises:
-            BatchKeyError: a column is missing or unknown.
-            BatchShapeError: a column does not fit.
+        ``forward_inputs`` and ``final_inputs`` are tensors ``[T,B,...]``, ``values`` ``float32[T+1,B,K]``, ``rewards``
+        ``float32[T,B,C]``. ``columns`` are the other attributes; None omits one. Raises BatchKeyError for missing or
+        unknown columns, BatchShapeError for columns that do not fit.
         """
         allowed = {name for name, kind in vars(cls).items() if isinstance(kind, Column | OptionalColumn)} - {"rewards"}
         required = {name for name in allowed if isinstance(vars(cls)[name], Column)}
@@ -134,7 +126,7 @@ class TrajectoryBatch(Batch):
                 f"pass {', '.join(sorted(required))}, and of the others only {', '.join(sorted(allowed - required))}",
             )
         given = {name: column for name, column in columns.items() if column is not None}
-        # The batch size is given because a batch is flat without it.
+        # Pass the batch size explicitly: without it a batch is flat.
         batch = cls({"forward_inputs": forward_inputs, "rewards": rewards, **given}, None, meta, rewards.shape[:2])
         batch.values = values
         if final_inputs is not None:
@@ -143,19 +135,19 @@ class TrajectoryBatch(Batch):
 
     @property
     def forward_inputs(self) -> dict[str, Tensor]:
-        """Tensors ``[T,B,...]``, everything that ``evaluate_actions`` needs."""
+        """Tensors ``[T,B,...]``, all inputs of ``evaluate_actions``."""
         return self["forward_inputs"]
 
     @property
     def token_mask(self) -> Tensor | None:
-        """``bool[T,B,M]`` of policies whose tokens stand for a whole chunk (``TOKEN_MASK``); None of others."""
+        """``bool[T,B,M]`` for policies whose tokens stand for a whole chunk (``TOKEN_MASK``); None otherwise."""
         return self.get(("forward_inputs", TOKEN_MASK))
 
     @property
     def drawn(self) -> Tensor:
-        """Which log-probs count: ``valid bool[T,B,C]`` or, where there are, tokens ``bool[T,B,M]`` of valid chunks.
+        """Mask of the log-probs that count: ``bool[T,B,C]``, or ``bool[T,B,M]`` for chunk-level tokens.
 
-        A loss sees tokens that stand for a whole chunk as if they were actions of one number each.
+        A loss sees chunk-level tokens as if they were actions of one number each.
         """
         tokens = self.token_mask
         return self.valid if tokens is None else tokens & self.valid.any(-1, keepdim=True)
@@ -164,8 +156,8 @@ class TrajectoryBatch(Batch):
     def values(self) -> Tensor:
         """``float32[T+1,B,K]``, a copy; the last row belongs to the observation after the rollout.
 
-        The columns are ``values [T,B,K]``, and ``end_values [T,B,K]`` with the last row at its last step and 0 before,
-        so that every column has the axes of the batch.
+        Stored as ``values [T,B,K]`` and ``end_values [T,B,K]`` (the last row at its last step, 0 before), so that every
+        column has the axes of the batch.
         """
         return torch.cat([self["values"], self["end_values"][-1:]])
 
@@ -183,27 +175,17 @@ class TrajectoryBatch(Batch):
 
 
 def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:
-    """Return the columns under names that ``batch_from_tensors`` can read, for files that hold more than a batch.
-
-    Raises:
-        BatchError: the batch has objects, which are not tensors.
-    """
+    """Return the columns under names that ``batch_from_tensors`` can read; BatchError if the batch has objects."""
     if batch.objects:
         raise BatchError(f"objects {', '.join(batch.objects)} are not tensors", "remove them from the batch")
-    # A name may hold any character, so a path is written as JSON and not joined by one of them.
+    # A name may contain any character, so a path is encoded as JSON, not joined by a separator.
     return {json.dumps(list(path)): tensor for path, tensor in batch.leaves()}
 
 
 def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: dict[str, Any]) -> TrajectoryBatch:
-    """Return the batch of ``batch_to_tensors``.
+    """Return the batch of ``batch_to_tensors``; ``batch_size`` is ``[N]`` or ``[T,N]``.
 
-    Args:
-        tensors: the result of ``batch_to_tensors``.
-        batch_size: ``[N]`` or ``[T,N]``.
-        meta: description of the batch.
-
-    Raises:
-        BatchError: these are not the tensors of a batch.
+    Raises BatchError if the tensors are not those of a batch.
     """
     tree: Group = {}
     for name, tensor in tensors.items():
@@ -211,5 +193,5 @@ def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: 
             path = json.loads(name)
             group_at(tree, path[:-1])[path[-1]] = tensor
         except (ValueError, TypeError, IndexError) as error:
-            raise BatchError(f"'{name}' is not a column of a batch", "read what batch_to_tensors wrote") from error
+            raise BatchError(f"'{name}' is not a column of a batch", "pass the output of batch_to_tensors") from error
     return TrajectoryBatch(tree, None, meta, batch_size)

@@ -1,7 +1,7 @@
-"""Pictures into an MP4 file and back, by the ffmpeg that imageio-ffmpeg brings.
+"""Encoding and decoding of MP4 files with the ffmpeg of imageio-ffmpeg.
 
-Lossless is H.264 of RGB (High 4:4:4 Predictive): every pixel comes back as it was. Lossy is H.264 of YUV 4:4:4, in
-which colour has the full resolution; at 64 x 64 pixels the usual 4:2:0 costs more than the compression.
+Lossless is H.264 of RGB (High 4:4:4 Predictive): pixels are recovered exactly. Lossy is H.264 of YUV 4:4:4 with full
+colour resolution; at 64 x 64 pixels the usual 4:2:0 costs more than the compression.
 """
 
 from __future__ import annotations
@@ -19,47 +19,39 @@ from embodrl.data.lerobot import require
 from embodrl.errors import EmbodrlError
 from embodrl.fields import open_regular_file
 
-# A reader that wants one frame decodes from the last key frame on.
+# Reading one frame decodes from the preceding key frame on.
 KEY_FRAME_INTERVAL = 10
 CODEC = "h264"
 CONTAINERS = "mov,matroska,avi"
-"""ffmpeg's names of the formats that are read: mp4 and its variants, mkv and webm, avi. Each has its pictures in
-itself; a playlist (ffconcat, HLS, ...), which ffmpeg knows by its content whatever the file is called, opens other
-files."""
+"""ffmpeg's names of the supported formats: mp4 and its variants, mkv and webm, avi. These contain their images;
+playlists (ffconcat, HLS, ...), which ffmpeg detects by content whatever the file name, open other files."""
 READING = ("-nostdin", "-protocol_whitelist", "file", "-format_whitelist", CONTAINERS)
-"""Of a reading ffmpeg, which is given the video of a stranger: it opens that file and no other. Without -nostdin it
-prints that q stops it, now and then within the lines that the size is read from."""
+"""ffmpeg options for untrusted videos: open that file and no other. Without -nostdin, ffmpeg prints its "press q"
+prompt, at times within the lines the size is read from."""
 HLS = b"#EXTM3U"
-"""First bytes of a playlist of HLS."""
+"""First bytes of an HLS playlist."""
 BOM = b"\xef\xbb\xbf"
-"""UTF-8's mark of byte order, which may come before them."""
+"""UTF-8 byte order mark, which may precede them."""
 
 NOT_SHOWN = 4
-"""Flag of a packet: its frame is decoded for others, and cut off by the file's edit list."""
+"""Packet flag: the frame is decoded for others, but cut off by the file's edit list."""
 
 
 def pixel_format(crf: int) -> str:
-    """Return ffmpeg's name of how pixels are stored."""
+    """Return ffmpeg's name of the pixel format."""
     return "yuv444p" if crf else "gbrp"
 
 
 class VideoEncoder:
-    """Writes one file.
+    """Writes one MP4 file of ``height`` x ``width`` pixels in an existing directory.
 
-    Args:
-        path: of the MP4; its directory exists.
-        height, width: pixels.
-        fps: frames per second.
-        crf: 0 is lossless; up to 51, smaller and worse.
-
-    Raises:
-        OSError: from ``add`` and ``close``, ffmpeg failed; its last output is the message.
+    ``crf`` 0 is lossless; up to 51, smaller and worse. ``add`` and ``close`` raise OSError with ffmpeg's last output.
     """
 
     def __init__(self, path: Path, height: int, width: int, fps: int, crf: int) -> None:
         (imageio_ffmpeg,) = require("imageio_ffmpeg")
         codec = ["libx264", "-crf", str(crf)] if crf else ["libx264rgb", "-qp", "0"]
-        # Without B-frames pictures are stored in the order of time, from time 0 on.
+        # Without B-frames, images are stored in display order, starting at time 0.
         order = ["-bf", "0", "-g", str(KEY_FRAME_INTERVAL)]
         raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(fps), "-i", "-"]
         stored = ["-pix_fmt", "yuv444p" if crf else "rgb24", *order, "-threads", "1"]
@@ -77,7 +69,7 @@ class VideoEncoder:
         ]
         self.path = path
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        # In a session of its own: Ctrl-C is for the program, which ends the file properly.
+        # In its own session: Ctrl-C must reach only the program, which finishes the file properly.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True
         )
@@ -105,7 +97,7 @@ class VideoEncoder:
             raise OSError(self._last_output or f"ffmpeg ended with code {code}")
 
     def abort(self) -> None:
-        """End ffmpeg; what it has written is of no use."""
+        """Stop ffmpeg; its output is unusable."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -121,7 +113,7 @@ class VideoEncoder:
 
 
 def _source(path: Path) -> str:
-    """Return a file as an argument of ffmpeg: a name with a colon would be a protocol."""
+    """Return a file as an ffmpeg argument: a name with a colon would be read as a protocol."""
     return f"file:{path}"
 
 
@@ -129,37 +121,37 @@ def _begins_with(path: Path, mark: bytes) -> bool:
     try:
         with open_regular_file(path, follow_links=True) as file:
             return file.read(len(BOM) + len(mark)).removeprefix(BOM).startswith(mark)
-    except OSError:  # what ffmpeg said of it is the error
+    except OSError:  # ffmpeg's output becomes the error
         return False
 
 
 def _undecodable(path: Path, reason: object) -> OSError | EmbodrlError:
-    """Return the error of a file that ffmpeg does not decode."""
-    # One of HLS that is called .mp4 is no format at all to ffmpeg.
+    """Return the error for a file that ffmpeg can't decode."""
+    # For ffmpeg, an HLS playlist named .mp4 has no known format.
     if "Format not on whitelist" in str(reason) or _begins_with(path, HLS):
         return EmbodrlError(
-            f"{path} is no mp4, mkv, webm or avi file by its content; playlists and others that name further files are"
+            f"{path} is not an mp4, mkv, webm or avi file by its content; playlists and other references to files are"
             " not followed",
-            "store the pictures themselves in an mp4 file",
+            "store the images themselves in an mp4 file",
             code="dataset-video-format",
         )
     return OSError(f"{path} can't be decoded: {str(reason)[-500:].strip()}")
 
 
 def read_video(path: Path, first: int = 0, strict: bool = False) -> Iterator[NDArray[np.uint8]]:
-    """Yield the frames ``uint8[H,W,3]`` of a file in ``CONTAINERS`` from number ``first`` on, of any codec.
+    """Yield the frames ``uint8[H,W,3]`` of a file in ``CONTAINERS``, with any codec, from index ``first`` on.
 
     Args:
-        path: of the file.
-        first: number of the first frame.
-        strict: end at the first frame that can't be decoded without errors; by default ffmpeg conceals them.
+        path: video file.
+        first: index of the first frame.
+        strict: stop at the first frame with decoding errors; by default ffmpeg conceals them.
 
     Raises:
-        OSError: it can't be read.
-        EmbodrlError: it is of another format than ``CONTAINERS``.
+        OSError: the file can't be read.
+        EmbodrlError: the format is not in ``CONTAINERS``.
     """
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
-    # Every stored frame once: by default ffmpeg repeats or drops some to keep the rate.
+    # Every stored frame once: by default ffmpeg repeats or drops frames to keep the rate.
     stream = imageio_ffmpeg.read_frames(
         _source(path), input_params=[*READING, *["-xerror"] * strict], output_params=["-fps_mode", "passthrough"]
     )
@@ -175,11 +167,9 @@ def read_video(path: Path, first: int = 0, strict: bool = False) -> Iterator[NDA
 
 
 def frame_times(path: Path) -> NDArray[np.float64]:
-    """Return when each frame that ``read_video`` yields is to be shown, in seconds, ``float64[F]``; decodes nothing.
+    """Return the display time in seconds of each frame of ``read_video``, ``float64[F]``, without decoding.
 
-    Raises:
-        OSError: it can't be read.
-        EmbodrlError: it is of another format than ``CONTAINERS``.
+    Raises as ``read_video``.
     """
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
     command = [imageio_ffmpeg.get_ffmpeg_exe(), *READING, "-v", "error", "-copyts", "-i", _source(path)]
@@ -190,23 +180,18 @@ def frame_times(path: Path) -> NDArray[np.float64]:
         raise _undecodable(path, done.stderr)
     ticks: list[int] = []
     for line in done.stdout.splitlines():
-        # stream, time of decoding, time of presentation, duration, bytes, checksum, and flags where there are some
+        # stream, decoding time, presentation time, duration, bytes, checksum, and flags if any
         parts = [part.strip() for part in line.split(",")]
         flags = next((int(part[2:], 16) for part in parts[6:] if part.startswith("F=")), 1)
         if line.startswith("0,") and not flags & NOT_SHOWN:
             if not parts[2].lstrip("-").isdigit():
-                raise OSError(f"{path} can't be decoded: it has frames without a time")
+                raise OSError(f"{path} can't be decoded: it has frames without a timestamp")
             ticks.append(int(parts[2]))
     return np.sort(np.array(ticks, np.float64)) * int(unit[1]) / int(unit[2])
 
 
 def frame_rate(path: Path) -> float:
-    """Return the frames per second that a file states.
-
-    Raises:
-        OSError: it can't be read.
-        EmbodrlError: it is of another format than ``CONTAINERS``.
-    """
+    """Return the frame rate stated by a file; raises as ``read_video``."""
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
     stream = imageio_ffmpeg.read_frames(_source(path), input_params=[*READING])
     try:

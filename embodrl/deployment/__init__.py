@@ -1,7 +1,7 @@
-"""Where everything of a run is: solved once, in the driver, and sent to every process in its start message.
+"""The placement of a run's processes: solved once, in the driver, and sent to each process in its start message.
 
-``grammar`` reads placements, ``topology`` reads this machine, ``solver`` makes the ``Deployment`` of both. Imports no
-torch, and of the configuration only types: the rules of the configuration read a deployment.
+``grammar`` reads placements, ``topology`` reads this machine, ``solver`` makes the ``Deployment`` from both. Imports no
+torch, and only types of the configuration, whose rules read a deployment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""``cluster.placement=auto``: a placement that fills the cluster, and why it is that one. Arithmetic only.
+"""``cluster.placement=auto``: a placement that fills the cluster, with its reasons. Arithmetic only.
 
-Where rollouts and training take turns, time is least when both have all devices. Where they run at the same time, as
-in an asynchronous run, an iteration takes as long as the slower of them: with a share s of the work in training, a
-actors and r rollouts, max(s / a, (1 - s) / r); the least over all a + r <= devices that the batches allow is chosen,
-and among equals that with the least sum.
+If rollouts and training take turns, sharing all devices is fastest. If they run concurrently, as in an asynchronous
+run, an iteration takes as long as the slower of the two: with a share s of the work in training, a actors and r
+rollouts, max(s / a, (1 - s) / r). The minimum over all a + r <= devices that the batch sizes allow is chosen; ties go
+to the smallest sum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Choice:
-    """A placement, and what it follows from.
+    """A placement and its reasons.
 
     Attributes:
         places: component -> place, as ``cluster.component_placement``.
@@ -32,11 +32,9 @@ class Choice:
 
 
 def choose(config: Config, gpus_per_node: int) -> Choice:
-    """Return a placement on all GPUs of the cluster, or on its machines where they have none.
+    """Return a placement on all GPUs of the cluster, or on its machines if they have none.
 
-    Args:
-        config: the run; its own placement is not read.
-        gpus_per_node: GPUs of each machine.
+    The run's own placement is ignored.
     """
     cluster = config.cluster
     size = cluster.num_nodes * (gpus_per_node or 1)
@@ -73,7 +71,7 @@ def choose(config: Config, gpus_per_node: int) -> Choice:
         simulators = _largest(gpus_per_node, config.env.num_processes)
         first = count if where != "0" and count + simulators <= gpus_per_node else 0
         places["env"] = _ranks(first, first + simulators)
-        reasons.append(f"simulators: on {simulators} GPUs of machine 0, beside the rollout process")
+        reasons.append(f"simulators: on {simulators} GPUs of machine 0, next to the rollout process")
     return _explained(places, reasons)
 
 
@@ -84,7 +82,7 @@ def _explained(places: dict[str, str], reasons: list[str]) -> Choice:
 
 
 def _actors(config: Config, size: int) -> tuple[list[int], str]:
-    """Return the possible numbers of training processes, ascending, and what limits them."""
+    """Return the possible numbers of training processes, ascending, and the limiting setting."""
     actor = config.actor
     if actor.training_backend == "native":
         return [1], "actor.training_backend=native is one process (actor=fsdp trains on several)"
@@ -92,7 +90,7 @@ def _actors(config: Config, size: int) -> tuple[list[int], str]:
     micro = actor.micro_batch_size
     found = [n for n in range(1, size + 1) if n % cut == 0 and _splits(actor.global_batch_size, n // cut, micro)]
     limit = f"as many as share actor.global_batch_size={actor.global_batch_size} in micro-batches of {micro}"
-    return found or [cut], limit + (f", {cut} to each copy of the model" if cut > 1 else "")
+    return found or [cut], limit + (f", {cut} per copy of the model" if cut > 1 else "")
 
 
 def _splits(batch: int, groups: int, micro: int) -> bool:
@@ -100,12 +98,12 @@ def _splits(batch: int, groups: int, micro: int) -> bool:
 
 
 def _rollouts(config: Config, size: int) -> tuple[list[int], str]:
-    """Return the possible numbers of rollout processes, ascending, and what limits them."""
+    """Return the possible numbers of rollout processes, ascending, and the limiting setting."""
     loss = LOSSES.entry(config.algorithm.loss_type) if config.algorithm.loss_type in LOSSES else None
     if loss is not None and loss.learns_from_records:
         return [1], "this algorithm gathers and trains in one process"
     if config.rollout.backend == "remote":
-        return [1], "rollout.backend=remote acts for the main process"
+        return [1], "rollout.backend=remote serves the main process"
     if config.rollout.own_process is False:
         return [1], "rollout.own_process=false"
     simulators = config.env.num_processes
@@ -116,7 +114,7 @@ def _rollouts(config: Config, size: int) -> tuple[list[int], str]:
 
 
 def _largest(limit: int, processes: int) -> int:
-    """Return the largest number of devices, at most ``limit``, over which processes are spread evenly."""
+    """Return the largest number of devices, at most ``limit``, over which processes spread evenly."""
     return max(n for n in range(1, limit + 1) if processes % n == 0)
 
 
@@ -125,5 +123,5 @@ def _ranks(first: int, end: int) -> str:
 
 
 def _spread(size: int, count: int) -> str:
-    """Return ``count`` of ``size`` devices, spread evenly, so that all machines have some."""
+    """Return ``count`` of ``size`` devices, spread evenly, so that every machine has some."""
     return _ranks(0, size) if count == size else ",".join(str(rank) for rank in range(0, size, size // count))

@@ -1,7 +1,7 @@
-"""The placement grammar, and which process of a component gets which devices. Arithmetic only: looks at no machine.
+"""The placement grammar, and the devices of each process of a component. Arithmetic only: reads no machine.
 
 A place is ``all``, or pieces ``devices[:processes]`` such as ``0-3`` or ``0-1:0-3,3:4``; within a node group, devices
-count from 0. Without ``:processes`` a device has one process.
+count from 0. Without ``:processes`` each device has one process.
 """
 
 from __future__ import annotations
@@ -15,19 +15,13 @@ from typing import Literal
 COMPONENTS = ("actor", "rollout", "env")
 RANKS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 MACHINES = "node"
-"""The node group whose devices are the processors of whole machines."""
+"""The node group whose devices are the CPUs of whole machines."""
 
 Mode = Literal["co-located", "disaggregated", "hybrid"]
 
 
 class PlacementError(ValueError):
-    """A placement can't be read, or is impossible.
-
-    Args:
-        message: what is wrong, with the arithmetic.
-        hint: what to write instead.
-        allowed: what could stand there.
-    """
+    """A placement is malformed or impossible; ``allowed`` are the allowed values."""
 
     def __init__(
         self,
@@ -45,8 +39,6 @@ class Place:
     """Devices, and how many processes share them.
 
     Attributes:
-        devices: in the order named.
-        num_processes: of the component.
         devices_of: devices of each process, by its rank.
     """
 
@@ -57,11 +49,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Pool:
-    """What a place is counted in: the devices of a node group.
+    """The devices of a node group, which a place indexes.
 
     Attributes:
-        devices: ``(node, device of that node)`` by rank; a device of -1 is the processor.
-        label: of the node group, for messages.
+        devices: ``(node, device of that node)`` by rank; a device of -1 is the CPU.
+        label: label of the node group, for messages.
     """
 
     devices: tuple[tuple[int, int], ...]
@@ -69,22 +61,21 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
         return f"node group '{self.label}'" if self.label else "the cluster"
 
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """A process and its place.
+    """A process and its resources.
 
     Attributes:
         component: actor, rollout or env.
-        rank: within the component, from 0.
-        node: machine, from 0.
-        devices: GPUs of that machine, as placements count them; empty for the processor alone.
-        cpus: logical CPUs that it may use; empty for all of them.
-        numa_node: whose memory it should use; None on a machine with one node, or where it does not matter.
-        visible: CUDA_VISIBLE_DEVICES of the process; None leaves it as it is, or follows from ``devices``.
+        rank: rank within the component, from 0.
+        node: machine number, from 0.
+        devices: GPUs of that machine, as placements count them; empty for CPU only.
+        cpus: logical CPUs it may use; empty for all.
+        numa_node: preferred NUMA node; None on a machine with one node, or if it does not matter.
+        visible: CUDA_VISIBLE_DEVICES of the process; None leaves it unchanged, or derives it from ``devices``.
     """
 
     component: str
@@ -97,11 +88,7 @@ class ProcessPlace:
 
 
 def parse_range(text: str) -> list[int]:
-    """Return the ranks of ``3`` or ``0-3``.
-
-    Raises:
-        PlacementError: it is neither.
-    """
+    """Parse ``3`` or ``0-3`` into ranks. Raises PlacementError if the text is neither."""
     match = RANKS.fullmatch(text.strip())
     if match is None:
         raise PlacementError(f"'{text.strip()}' is not a rank or a range of ranks")
@@ -115,10 +102,10 @@ def parse_range(text: str) -> list[int]:
 
 
 def parse_ranks(text: str) -> Place | None:
-    """Return the devices and processes of a placement, None for ``all``.
+    """Parse a placement into devices and processes; None for ``all``.
 
     Raises:
-        PlacementError: the text does not follow the grammar, or devices and processes do not fit each other.
+        PlacementError: the text does not follow the grammar, or devices and processes do not divide evenly.
     """
     if text.strip() == "all":
         return None
@@ -131,7 +118,7 @@ def parse_ranks(text: str) -> Place | None:
         count = len(processes)
         if count % len(ranks) and len(ranks) % count:
             raise PlacementError(
-                f"in '{piece.strip()}', {count} processes do not divide {len(ranks)} devices, nor they them:"
+                f"in '{piece.strip()}', {count} processes and {len(ranks)} devices do not divide evenly:"
                 f" {count} / {len(ranks)} leaves {count % len(ranks)}"
             )
         if set(ranks) & set(devices):
@@ -140,7 +127,7 @@ def parse_ranks(text: str) -> Place | None:
             start = len(devices_of)
             wanted = f"{start}-{start + count - 1}" if count > 1 else str(start)
             raise PlacementError(
-                f"in '{piece.strip()}', the processes start with {processes[0]}, but {start} come before: the next is"
+                f"in '{piece.strip()}', the processes start with {processes[0]}, but {start} come first: the next is"
                 f" {start}",
                 f"write {device_text.strip()}:{wanted}",
             )
@@ -156,7 +143,7 @@ def split_group(text: str) -> tuple[str, str]:
 
 
 def spread(devices: tuple[int, ...], num_processes: int) -> list[tuple[int, ...]]:
-    """Return the devices of each process: neighbours together, as even as can be."""
+    """Return the devices of each process: adjacent devices together, as evenly as possible."""
     count = len(devices)
     if num_processes >= count:
         return [(devices[rank * count // num_processes],) for rank in range(num_processes)]
@@ -165,13 +152,8 @@ def spread(devices: tuple[int, ...], num_processes: int) -> list[tuple[int, ...]
 
 
 def make_pool(num_nodes: int, gpus_per_node: int, nodes: tuple[int, ...] | None = None, label: str = "") -> Pool:
-    """Return the devices of some machines: their GPUs, or where they have none (or for the group ``node``) themselves.
-
-    Args:
-        num_nodes: machines of the cluster.
-        gpus_per_node: all have the same number.
-        nodes: machines of the group; None for all.
-        label: of the group.
+    """Return the GPUs of some machines (None: all), or the machines themselves if GPU-less or for the group
+    ``node``.
     """
     members = nodes if nodes is not None else tuple(range(num_nodes))
     if label == MACHINES or not gpus_per_node:
@@ -185,11 +167,11 @@ def assign(
     """Return the processes of a component.
 
     Args:
-        component: its name.
-        text: its place.
-        pool: what the ranks count.
-        num_processes: set by another key (env.num_processes); None where the placement says it.
-        single: its backend is one process on one device, so that ``all`` means the first.
+        component: name of the component.
+        text: placement text.
+        pool: devices that the ranks index.
+        num_processes: process count set by another key (env.num_processes); None if the placement sets it.
+        single: the backend is one process on one device, so ``all`` means the first.
 
     Raises:
         PlacementError: there are no such devices, or they can't be shared out.
@@ -234,12 +216,12 @@ def _spans_nodes(ranks: tuple[int, ...], pool: Pool) -> bool:
 
 
 def _fit(place: Place, text: str, num_processes: int) -> Place:
-    """Spread the processes that another key sets over the devices named."""
+    """Spread the processes that another key sets over the given devices."""
     count = len(place.devices)
     if ":" in text:
         raise PlacementError(
             f"'{text}' has {place.num_processes} processes, and env.num_processes is {num_processes}",
-            f"set env.num_processes={place.num_processes}, or leave out what follows the colon",
+            f"set env.num_processes={place.num_processes}, or omit the colon and the processes",
         )
     if num_processes % count and count % num_processes:
         near = f"{num_processes // count * count} or " if num_processes > count else ""
@@ -253,7 +235,7 @@ def _fit(place: Place, text: str, num_processes: int) -> Place:
 
 
 def mode_of(processes: Mapping[str, Sequence[ProcessPlace]]) -> Mode:
-    """Tell how components share devices: all the same, none, or anything between."""
+    """Return how components share devices: all the same, none, or in between."""
     sets = [
         {(p.node, device) for p in found for device in (p.devices or (-1,))} for found in processes.values() if found
     ]

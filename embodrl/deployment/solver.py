@@ -1,4 +1,4 @@
-"""From a configuration and a machine to a ``Deployment``: which process is where. Solved once, in the driver."""
+"""Solves a configuration and a machine into a ``Deployment``: which process runs where."""
 
 from __future__ import annotations
 
@@ -24,30 +24,29 @@ from embodrl.deployment.grammar import (
 from embodrl.deployment.topology import GIB, Gpu, Machine, Topology, assign_cpus, read_machine
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
-from embodrl.specs import ENGINES
+from embodrl.specs import ENGINES, LAUNCHERS
 
-if TYPE_CHECKING:  # the rules of the configuration read deployments, so this package is below it
+if TYPE_CHECKING:  # configuration rules read deployments, so this package is below the configuration
     from embodrl.config.schema import Config
     from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig
 
-# Stands for a number of GPUs that is not known, so that all else about the placement can be checked.
+# Stands for an unknown number of GPUs, so that the rest of the placement can be checked.
 _MANY_GPUS = 100_000
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where everything of a run is. Workers read it: what they could count themselves is their own share only.
+    """The placement of a run. Workers read it instead of probing the machine, where they see only their own share.
 
     Attributes:
         processes: actor, rollout, env, and with ``runner.eval_async`` eval and eval_env, each by rank.
         mode: whether components share devices.
-        machines: what each machine has, by node.
+        machines: hardware of each machine, by node.
         gpus_per_node: GPUs of each machine that the components may use.
         num_cpus: logical CPUs of the driver's machine that the run may use.
-        num_threads: ``cluster.num_threads``.
-        trains_in_processes: other processes than the driver train.
-        rolls_out_in_processes: other processes than the driver act in the simulators.
-        reasons: why the placement is this one, of ``cluster.placement=auto``.
+        trains_in_processes: training runs outside the driver.
+        rolls_out_in_processes: rollouts run outside the driver.
+        reasons: reasons for the placement, with ``cluster.placement=auto``.
     """
 
     processes: tuple[ProcessPlace, ...]
@@ -61,24 +60,23 @@ class Deployment:
     reasons: tuple[str, ...] = ()
 
     def of(self, component: str) -> tuple[ProcessPlace, ...]:
-        """Return the processes of a component, by rank."""
         return tuple(process for process in self.processes if process.component == component)
 
     @property
     def acts_in_processes(self) -> bool:
-        """Processes of their own roll out, or evaluate while the run trains."""
+        """Whether rollouts, or evaluation during training, run outside the driver."""
         return self.rolls_out_in_processes or bool(self.of("eval"))
 
     @property
     def main_component(self) -> Literal["actor", "rollout"] | None:
-        """What the driver does besides driving the others; None if nothing."""
+        """The driver's own component; None if it only drives the others."""
         if not self.rolls_out_in_processes:
             return "rollout"
         return None if self.trains_in_processes else "actor"
 
     @property
     def has_processes(self) -> bool:
-        """Other processes than the driver train or act."""
+        """Whether training or rollouts run outside the driver."""
         return self.trains_in_processes or self.rolls_out_in_processes
 
     @property
@@ -87,7 +85,7 @@ class Deployment:
         return None if self.main_component is None else self.of(self.main_component)[0]
 
     def threads_of(self, place: ProcessPlace) -> int:
-        """Return how many CPU threads a process of actor or rollout may use with its neighbours on the same machine."""
+        """Return the CPU threads available to an actor or rollout process, given its neighbours on the machine."""
         near = [other for other in self.of(place.component) if other.node == place.node]
         if self.num_threads is None and place.cpus:
             return max(1, len(place.cpus) // sum(other.cpus == place.cpus for other in near))
@@ -96,13 +94,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A line of ``cluster.component_placement`` that is invalid or cannot be satisfied.
-
-    Attributes:
-        names: its key.
-        text: its value.
-        reason: what is wrong with it.
-    """
+    """A line ``names: text`` of ``cluster.component_placement`` that is invalid or impossible, and the reason."""
 
     names: str
     text: str
@@ -111,15 +103,14 @@ class Unplaced:
 
 @dataclass(frozen=True)
 class Solution:
-    """What could be placed, for rules that report everything at once.
+    """Result of placing all components, so that rules can report all problems at once.
 
     Attributes:
-        machine: the driver's.
-        gpus_per_node: described or counted; None if a GPU is asked for and the machine does not list any.
-        places: of every component that could be placed.
-        unplaced: what could not.
-        found: the deployment; None if a component is missing or the number of GPUs is not known.
-        planning: machines are described, and need not be here.
+        gpus_per_node: described or counted; None if a GPU is required and the machine lists none.
+        places: places of the components that could be placed.
+        unplaced: lines that could not be placed.
+        found: the deployment; None if a component is missing or the number of GPUs is unknown.
+        planning: machines are only described, and need not exist.
     """
 
     machine: Machine
@@ -131,11 +122,7 @@ class Solution:
 
     @property
     def deployment(self) -> Deployment:
-        """The deployment of a valid configuration.
-
-        Raises:
-            EmbodrlError: it is impossible.
-        """
+        """The deployment of a valid configuration; raises EmbodrlError if the placement is impossible."""
         if self.found is not None:
             return self.found
         for failure in self.unplaced:
@@ -143,22 +130,18 @@ class Solution:
                 f"cluster.component_placement: {failure.reason}", failure.reason.hint, code="placement"
             ) from failure.reason
         raise EmbodrlError(
-            "cluster.device=cuda: no NVIDIA GPU is found on this machine",
+            "cluster.device=cuda: no NVIDIA GPU found on this machine",
             "set cluster.device=auto, or describe another machine in cluster.hardware and `embodrl plan` for it",
             code="placement",
         )
 
 
 def solve(config: Config, machine: Machine | None = None, planning: bool = False) -> Solution:
-    """Place every process.
+    """Place every process; types in ``config`` are valid, places may not be.
 
-    Simulators are bound to a core each, on the NUMA node of the GPU that they feed as long as that has cores. Actor and
-    rollout processes on a GPU may use the cores of its node, others all cores.
-
-    Args:
-        config: the run; types are right, places need not be.
-        machine: of the driver; None reads it.
-        planning: described machines need not be here: cores and GPUs are those of the description.
+    Simulators are bound to one core each, on the NUMA node of the GPU they feed as long as it has free cores. Actor and
+    rollout processes on a GPU may use the cores of its node, others all cores. With ``planning``, described machines
+    need not exist: cores and GPUs are the description's.
     """
     machine = read_machine() if machine is None else machine
     cluster = config.cluster
@@ -187,10 +170,10 @@ def _gpus_per_node(cluster: ClusterConfig, machine: Machine) -> int | None:
 
 
 def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
-    """Return what places are counted in, by label; "" is the whole cluster.
+    """Return the pools that places index, by label; "" is the whole cluster.
 
     Raises:
-        PlacementError: the ranks of a node group can't be read, or name machines that there are not.
+        PlacementError: the ranks of a node group are malformed, or name machines that do not exist.
     """
     pools = {"": make_pool(cluster.num_nodes, gpus), MACHINES: make_pool(cluster.num_nodes, gpus, label=MACHINES)}
     for group in cluster.node_groups:
@@ -198,7 +181,7 @@ def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
         nodes = tuple(range(cluster.num_nodes)) if place is None else place.devices
         if max(nodes) >= cluster.num_nodes or ":" in group.node_ranks:
             raise PlacementError(
-                f"node group '{group.label}' has the machines {group.node_ranks}, and there are {cluster.num_nodes}",
+                f"node group '{group.label}' names the machines {group.node_ranks}, and there are {cluster.num_nodes}",
                 "write all, or machines such as 0 or 0-1",
                 f"all, 0 to {cluster.num_nodes - 1}",
             )
@@ -206,20 +189,25 @@ def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
     return pools
 
 
+def starts_everything(config: Config) -> bool:
+    """Whether work that the driver could do also runs in processes of the launcher."""
+    return LAUNCHERS.entry(config.cluster.launcher).starts_everything
+
+
 def is_single(config: Config, component: str) -> bool:
-    """Tell whether ``all`` is one process on one device, rather than a process on each."""
-    if component == "rollout" and (config.actor.training_backend != "native" or config.cluster.launcher == "ray"):
+    """Whether ``all`` is one process on one device, rather than a process on each."""
+    if component == "rollout" and (config.actor.training_backend != "native" or starts_everything(config)):
         return False
     shards = ENGINES.entry(config.actor.training_backend).shards
     return component == "rollout" or (component == "actor" and not shards)
 
 
 def _place(config: Config, gpus: int) -> tuple[dict[str, list[ProcessPlace]], tuple[Unplaced, ...]]:
-    """Return the places of the components, without cores, and what could not be placed."""
+    """Return the places of the components, without cores, and the lines that could not be placed."""
     try:
         pools = pools_of(config.cluster, gpus)
     except PlacementError:
-        return {}, ()  # the rule about node groups reports it
+        return {}, ()  # reported by the rule about node groups
     places: dict[str, list[ProcessPlace]] = {}
     unplaced: list[Unplaced] = []
     for names, text in config.cluster.component_placement.items():
@@ -239,8 +227,8 @@ def _place_component(config: Config, component: str, text: str, pools: Mapping[s
     if label not in pools:
         near = nearest(label, [name for name in pools if name])
         raise PlacementError(
-            f"there is no node group '{label}'",
-            f"write {near}/{ranks}" if near else "name it in cluster.node_groups",
+            f"unknown node group '{label}'",
+            f"write {near}/{ranks}" if near else "define it in cluster.node_groups",
             ", ".join(name for name in pools if name),
         )
     count = config.env.num_processes if component == "env" else None
@@ -266,9 +254,10 @@ def _deploy(
     if config.runner.eval_async:
         processes += _async_evaluation_places(config, processes, machines[0], machine, gpus_per_node)
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
-    ray = config.cluster.launcher == "ray"
     native = config.actor.training_backend == "native"
-    trains = ray or actor != rollout if config.actor.own_process is None else config.actor.own_process
+    trains = (
+        starts_everything(config) or actor != rollout if config.actor.own_process is None else config.actor.own_process
+    )
     return Deployment(
         tuple(processes),
         mode_of(places),
@@ -288,10 +277,10 @@ def _deploy(
 def _async_evaluation_places(
     config: Config, processes: Sequence[ProcessPlace], topology: Topology, machine: Machine, gpus_per_node: int
 ) -> list[ProcessPlace]:
-    """Return the places of the process that evaluates beside training, and of its simulators: on machine 0.
+    """Return the places of asynchronous evaluation and its simulators, on machine 0.
 
-    It gets the first GPU on which nothing trains or acts, else that of the first rollout or actor process there. It has
-    as many simulators as one rollout process, each on the least loaded core, near the GPU if two are equal.
+    It gets the first GPU without training or rollouts, else the GPU of the first rollout or actor process there. It has
+    as many simulators as one rollout process, each on the least loaded core; ties go to a core near the GPU.
     """
     here = [place for place in processes if place.node == 0]
     policies = [place for name in ("rollout", "actor") for place in here if place.component == name]
@@ -317,15 +306,15 @@ def _async_evaluation_places(
 
 
 def driver_cannot_act(config: Config, rollouts: Sequence[ProcessPlace]) -> bool:
-    """Tell whether rollouts need processes: the driver is one process, on machine 0, and no Ray actor."""
-    return config.cluster.launcher == "ray" or len(rollouts) > 1 or rollouts[0].node > 0
+    """Whether rollouts need processes, since the driver is one process on machine 0."""
+    return starts_everything(config) or len(rollouts) > 1 or rollouts[0].node > 0
 
 
 def _visible(place: ProcessPlace, machine: Machine, gpus_per_node: int) -> str | None:
     """Return CUDA_VISIBLE_DEVICES of a process.
 
     Placements count the GPUs that the driver sees. On its own machine these may have other numbers, or names, in the
-    driver's CUDA_VISIBLE_DEVICES; of other machines all GPUs are taken to be visible.
+    driver's CUDA_VISIBLE_DEVICES; on other machines all GPUs are assumed visible.
     """
     if not place.devices:
         return "" if gpus_per_node else None
@@ -371,6 +360,6 @@ def _pin_simulators(
 
 
 def _numa_node(machine: Topology, process: ProcessPlace) -> int | None:
-    """Return the NUMA node of the GPUs of a process; None if they have several, or none."""
+    """Return the NUMA node of a process's GPUs; None for none or several."""
     nodes = {machine.gpus[device].numa_node for device in process.devices if device < len(machine.gpus)}
     return nodes.pop() if len(nodes) == 1 else None

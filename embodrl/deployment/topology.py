@@ -1,4 +1,4 @@
-"""Cores, NUMA nodes and GPUs of this machine, and which core each simulator process gets."""
+"""Cores, NUMA nodes and GPUs of this machine, and the core of each simulator process."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SYSFS = Path("/sys")
 PROC = Path("/proc")
 GIB = 1 << 30
 _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
-_GPU_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD; leaves out the server's management display
+_GPU_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD; excludes the server's management display
 _NVIDIA = "0x10de"
-# cgroup v2, then v1: what a container may use.
+# cgroup v2, then v1: the limit of a container.
 _CPUSET_FILES = ("fs/cgroup/cpuset.cpus.effective", "fs/cgroup/cpuset/cpuset.effective_cpus")
 _QUOTA_FILES = ("fs/cgroup/cpu.max", "fs/cgroup/cpu/cpu.cfs_quota_us")
 
@@ -29,10 +29,10 @@ class Gpu:
 
     Attributes:
         pci_address: e.g. ``0000:17:00.0``; GPUs are numbered in this order (CUDA_DEVICE_ORDER=PCI_BUS_ID).
-        numa_node: node it hangs on; None if the machine does not tell.
-        name: as the driver says; "" if it does not.
-        memory_bytes: needs the extra ``gpu`` (nvidia-ml-py); 0 if not known.
-        uuid: "" if not known.
+        numa_node: NUMA node of its PCI slot; None if unknown.
+        name: driver's name of the GPU; "" if unknown.
+        memory_bytes: needs the extra ``gpu`` (nvidia-ml-py); 0 if unknown.
+        uuid: "" if unknown.
     """
 
     pci_address: str
@@ -44,14 +44,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Topology:
-    """What this process may use.
+    """Hardware that this process may use.
 
     Attributes:
-        nodes: NUMA node to its logical CPUs, the first hardware thread of every core before the second ones.
-            Nodes without a usable CPU are left out.
+        nodes: NUMA node to its logical CPUs, the first hardware thread of every core before the second ones. Nodes
+            without a usable CPU are left out.
         num_cores: NUMA node to its number of physical cores.
         gpus: in order of PCI address.
-        cpu_quota: processor time that a container may use, in CPUs; None without a limit.
+        cpu_quota: processor time limit of a container, in CPUs; None without a limit.
         core_of: logical CPU to the first hardware thread of its core.
     """
 
@@ -70,13 +70,11 @@ class Topology:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the machine of the driver offers to a run.
+    """The driver's machine, as available to a run.
 
     Attributes:
         gpus: NVIDIA GPUs that the driver sees, as CUDA_VISIBLE_DEVICES names them.
         num_cpus: logical CPUs that the driver may use.
-        memory_bytes: main memory.
-        topology: cores, NUMA nodes and GPUs on the bus.
     """
 
     gpus: tuple[str, ...]
@@ -87,19 +85,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class CpuSlot:
-    """Where a process runs.
-
-    Attributes:
-        cpu: logical CPU.
-        numa_node: the node whose memory it should use; None on a machine with one node.
-    """
+    """The logical CPU of a process, and its preferred NUMA node; None on a machine with one node."""
 
     cpu: int
     numa_node: int | None
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Return the numbers of a kernel list such as ``0-3,8,10-11``."""
+    """Parse a kernel list such as ``0-3,8,10-11``."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -108,14 +101,14 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def read_machine() -> Machine:
-    """Read what this process may use; imports no torch.
+    """Read the hardware that this process may use; imports no torch.
 
-    For the driver alone: other processes of a run have a part of the GPUs and cores, and get a ``Deployment``.
+    For the driver alone: other processes see only part of the GPUs and cores, and get a ``Deployment``.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         gpus = [str(index) for index, _ in enumerate((PROC / "driver/nvidia/gpus").glob("*"))]
-    else:  # as in CUDA, what follows an entry that is none is not visible
+    else:  # as in CUDA, entries after an invalid one are not visible
         entries = (part.strip() for part in visible.split(","))
         gpus = list(itertools.takewhile(lambda part: part not in ("", "-1"), entries))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -129,9 +122,9 @@ def read_topology(
 
     Args:
         sysfs: root of the sysfs tree.
-        allowed: logical CPUs that may be used; None takes this process's affinity (taskset, cpuset cgroup).
-        proc: root of the proc tree, where NVIDIA's driver lists the GPUs that it serves; None is this machine's for
-            its own sysfs, and none for another one.
+        allowed: logical CPUs that may be used; None for this process's affinity (taskset, cpuset cgroup).
+        proc: root of the proc tree, where NVIDIA's driver lists its GPUs; None for this machine's with its own sysfs,
+            and for no tree with another one.
         visible: CUDA_VISIBLE_DEVICES: indices or UUIDs; None for no restriction.
     """
     here = sysfs == SYSFS
@@ -167,16 +160,12 @@ def assign_cpus(
     gpu: int | None = None,
     near: Sequence[int | None] | None = None,
 ) -> list[CpuSlot]:
-    """Return a place for each process.
+    """Return a CPU for each process.
 
-    Whole cores are handed out before second hardware threads, and those before any core is used twice. Processes are
-    spread over the nodes by their number of cores, neighbours together; with ``gpu`` the node of that GPU fills first.
-
-    Args:
-        num_processes: how many.
-        topology: None reads this machine's.
-        gpu: index into ``topology.gpus`` of the GPU that the processes feed.
-        near: the NUMA node that each process should be on, instead of ``gpu``; None where it does not matter.
+    Whole cores are assigned before second hardware threads, and those before any core is used twice. Processes are
+    spread over the nodes in proportion to their cores, neighbours together; with ``gpu`` (an index into
+    ``topology.gpus``), the node of that GPU fills first. ``near`` gives the preferred NUMA node of each process
+    instead; None if it does not matter.
     """
     machine = topology or read_topology()
     counts = dict.fromkeys(machine.nodes, 0)
@@ -187,7 +176,7 @@ def assign_cpus(
         chosen = [node for node, count in counts.items() for _ in range(count)]
     else:
         chosen = [0] * num_processes
-        # Those that care choose first.
+        # Processes with a preference choose first.
         for rank in sorted(range(num_processes), key=lambda rank: near[rank] is None):
             chosen[rank] = _next_node(machine, counts, near[rank])
             counts[chosen[rank]] += 1
@@ -211,13 +200,13 @@ def _next_node(machine: Topology, counts: dict[int, int], near: int | None) -> i
 
 
 def _core_of(sysfs: Path, cpu: int) -> int:
-    """Return the lowest hardware thread of the core that this logical CPU belongs to."""
+    """Return the lowest hardware thread of a logical CPU's core."""
     siblings = sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return min(parse_cpu_list(siblings.read_text())) if siblings.exists() else cpu
 
 
 def _cpuset(sysfs: Path) -> set[int]:
-    """Return the logical CPUs of the control group; empty where it does not tell."""
+    """Return the logical CPUs of the control group; empty if unknown."""
     for name in _CPUSET_FILES:
         if (sysfs / name).is_file():
             return set(parse_cpu_list((sysfs / name).read_text()))
@@ -225,7 +214,7 @@ def _cpuset(sysfs: Path) -> set[int]:
 
 
 def _quota(sysfs: Path) -> float | None:
-    """Return the CPUs' worth of time that the control group may use; None without a limit."""
+    """Return the processor time limit of the control group, in CPUs; None without a limit."""
     for name in _QUOTA_FILES:
         path = sysfs / name
         if not path.is_file():
@@ -239,7 +228,7 @@ def _quota(sysfs: Path) -> float | None:
 
 
 def _read_gpus(sysfs: Path, proc: Path | None) -> tuple[Gpu, ...]:
-    """Return the GPUs on the bus; of NVIDIA's, where the driver lists any, only those: a container may have some."""
+    """Return the GPUs on the bus; of NVIDIA's only the ones the driver lists, if any: a container may have a subset."""
     listed = proc / "driver/nvidia/gpus" if proc is not None else None
     served = {path.name: path for path in listed.glob("*")} if listed is not None and listed.is_dir() else None
     gpus: list[Gpu] = []
@@ -262,14 +251,14 @@ def _read_gpus(sysfs: Path, proc: Path | None) -> tuple[Gpu, ...]:
 
 
 def _information(directory: Path) -> dict[str, str]:
-    """Return what the driver's file ``information`` says about a GPU."""
+    """Return an entry of the driver's file ``information`` about a GPU."""
     path = directory / "information"
     lines = path.read_text().splitlines() if path.is_file() else []
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def _visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves; what follows an unknown entry is not visible, as in CUDA."""
+    """Return the GPUs visible under CUDA_VISIBLE_DEVICES; as in CUDA, entries after an unknown one are not visible."""
     if visible is None:
         return gpus
     chosen: list[Gpu] = []
@@ -285,13 +274,13 @@ def _visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]
 
 
 def _with_memory(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """Return the GPUs with name and memory from NVML, where the extra ``gpu`` is installed and a driver runs."""
+    """Return the GPUs with name and memory from NVML, if the extra ``gpu`` is installed and a driver runs."""
     if not gpus or importlib.util.find_spec("pynvml") is None:
         return gpus
-    nvml = importlib.import_module("pynvml")  # it has no types
+    nvml = importlib.import_module("pynvml")  # untyped package
     try:
         nvml.nvmlInit()
-    except nvml.NVMLError:  # no driver: the GPUs are there but can't be used, which torch tells
+    except nvml.NVMLError:  # no driver: the GPUs are present but unusable, which torch reports
         return gpus
     try:
         known: dict[str, object] = {}

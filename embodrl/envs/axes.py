@@ -1,7 +1,7 @@
-"""The axes along which `embodrl eval axes=...` perturbs an environment, and what all simulators share of them.
+"""Perturbation axes of `embodrl eval axes=...` and their code shared by all simulators.
 
-What is drawn follows from the name of the axis and the seed of the episode alone, so that two policies meet the same
-perturbed episodes. Vision, semantics and execution are the groups of Liu et al. 2025 (arXiv 2505.19789).
+Draws depend only on the name of the axis and the seed of the episode, so that two policies meet the same perturbed
+episodes. Vision, semantics and execution are the groups of Liu et al. 2025 (arXiv 2505.19789).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NOISE_STD = 25.0
-"""Of a pixel, of 255."""
+"""Of 255, per pixel."""
 COMMON = {
     "noise": Axis("vision", f"Gaussian noise with a standard deviation of {NOISE_STD:g} of 255 on every pixel"),
     "instruction": Axis("semantics", "the same instruction in other words"),
 }
-"""What the stepping that all simulators share does itself (``SteppingEnv``)."""
+"""Axes implemented by the shared stepping (``SteppingEnv``)."""
 COLOURS = ("red", "green", "blue")
 
 _PREFIXES = ("please ", "could you ", "your task is to ")
@@ -37,14 +37,14 @@ _WORDS = re.compile(rf"\b({'|'.join(sorted(_OTHER_WORDS, key=len, reverse=True))
 
 
 def generator(axis: str, *numbers: int) -> np.random.Generator:
-    """Return the random numbers of an axis for an episode: the same for the same seed and further numbers."""
+    """Return the random generator of an axis for an episode: equal for equal seed and extra numbers."""
     import numpy as np
 
     return np.random.default_rng([zlib.crc32(axis.encode()), *numbers])
 
 
 def noisy(images: NDArray[np.uint8], seed: int, elapsed: int) -> NDArray[np.uint8]:
-    """Return pictures ``uint8[...]`` with noise, another one at each step of the episode."""
+    """Add noise to images ``uint8[...]``, different at each step of the episode."""
     import numpy as np
 
     noise = generator("noise", seed, elapsed).normal(0.0, NOISE_STD, images.shape)
@@ -52,7 +52,7 @@ def noisy(images: NDArray[np.uint8], seed: int, elapsed: int) -> NDArray[np.uint
 
 
 def reworded(instruction: str, seed: int) -> str:
-    """Return an instruction in other words; always another text."""
+    """Rephrase an instruction; always returns a different text."""
     random = generator("instruction", seed)
     text = _WORDS.sub(lambda found: str(random.choice(_OTHER_WORDS[found[0]])), instruction)
     return str(random.choice(_PREFIXES)) + text
@@ -64,7 +64,7 @@ def colour_shift(seed: int) -> int:
 
 
 def recoloured(instruction: str, seed: int) -> str:
-    """Return an instruction whose colours are rotated like those of the things."""
+    """Rotate the colours in an instruction like those of the objects."""
     shift = colour_shift(seed)
     other = {name: COLOURS[(index + shift) % len(COLOURS)] for index, name in enumerate(COLOURS)}
     return re.sub(rf"\b({'|'.join(COLOURS)})\b", lambda found: other[found[0]], instruction)

@@ -1,4 +1,4 @@
-"""The interface of every simulator: a batch of environments that steps in chunks.
+"""Interface of every simulator: a batch of environments that steps in chunks.
 
 Shapes: B environments, C actions in a chunk, A action dimensions.
 """
@@ -17,19 +17,21 @@ from embodrl.errors import EnvError
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 SavedState: TypeAlias = Any
-"""Plain values and arrays as a simulator's own ``get_state`` returned them; each simulator knows what they are."""
+"""Plain values and arrays from a simulator's own ``get_state``, in a format of its choice."""
 
 
 def axis_unknown(simulator: object, axis: str) -> EnvError:
-    """Return the error for an axis that a simulator's spec names and its class does not know."""
+    """Return the error for an axis declared by a simulator's spec but unknown to its class."""
     name = type(simulator).__name__
-    return EnvError(f"{name} has no axis '{axis}'", f"give {name} what its spec declares", code="axis-unknown")
+    return EnvError(
+        f"{name} has no axis '{axis}'", f"implement it in {name}, or remove it from the spec", code="axis-unknown"
+    )
 
 
 class VectorEnv(ABC):
-    """B environments of one process.
+    """B environments in one process.
 
-    A constructor takes keyword arguments of plain types only (they cross a process border as JSON).
+    Constructors take keyword arguments of plain types only, since these cross a process boundary as JSON.
     """
 
     spec: EnvSpec
@@ -57,25 +59,25 @@ class VectorEnv(ABC):
         """Start new episodes.
 
         Args:
-            seeds: ``int64[N]``, one initial state each; the same seed and task give the same state.
-            task_ids: ``int32[N]``, index into ``spec.tasks``.
-            indices: ``int64[N]``, which environments.
+            seeds: ``int64[N]``, one initial state each; equal seed and task give equal states.
+            task_ids: ``int32[N]``, indices into ``spec.tasks``.
+            indices: ``int64[N]``, environments to reset.
 
         Returns:
-            The observation of all B environments.
+            observation of all B environments.
         """
 
     @abstractmethod
     def chunk_step(self, actions: NDArray[np.float32], active: NDArray[np.bool_]) -> EnvStep:
         """Execute ``actions float32[B,C,A]`` in order; render only what the policy will see next.
 
-        Rows where ``active bool[B]`` is False are not simulated: their ``valid`` is False throughout. With auto-reset
-        the episode after one of seed s has the seed ``stepping.next_seed(s)``: restarts run that again.
+        Rows where ``active bool[B]`` is False are not simulated: their ``valid`` is False throughout. With auto-reset,
+        the episode after seed s has the seed ``stepping.next_seed(s)``, so that restarts repeat it.
         """
 
     @abstractmethod
     def get_state(self) -> bytes:
-        """Return the full simulator state (all environments, random generators, counters), free of pickled code."""
+        """Return the full simulator state (all environments, random generators, counters), without pickles."""
 
     @abstractmethod
     def set_state(self, state: bytes) -> None:
@@ -83,26 +85,26 @@ class VectorEnv(ABC):
 
     def get_row_state(self, row: int) -> dict[str, object]:
         """Return the state of one environment as plain values and arrays; the others continue."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
+        raise NotImplementedError(f"{type(self).__name__} can't save the state of single environments")
 
     def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> None:
-        """Continue in ``row`` from what ``get_row_state`` returned, maybe for another row, bit-exactly."""
-        raise NotImplementedError(f"{type(self).__name__} keeps no state of single environments")
+        """Continue ``row`` bit-exactly from a state of ``get_row_state``, possibly of another row."""
+        raise NotImplementedError(f"{type(self).__name__} can't restore the state of single environments")
 
     def set_auto_reset(self, value: bool) -> None:
-        """Say whether the next episode begins at the end of the chunk in which one has ended."""
+        """Set whether the next episode begins at the end of the chunk in which one has ended."""
         raise NotImplementedError(f"{type(self).__name__} has no set_auto_reset")
 
     def set_ignore_terminations(self, value: bool) -> None:
-        """Say whether only a step limit ends an episode."""
+        """Set whether only a step limit ends an episode."""
         raise NotImplementedError(f"{type(self).__name__} has no set_ignore_terminations")
 
     def set_axis(self, axis: str) -> None:
-        """Perturb all episodes along an axis that the simulator's spec names; asked once, before any reset."""
+        """Perturb all episodes along an axis named by the simulator's spec; called once, before any reset."""
         raise axis_unknown(self, axis)
 
     def set_real_time(self, settings: Mapping[str, object]) -> None:
-        """Act in wall-clock time as ``env.real_time`` says; asked once, before any reset."""
+        """Act in wall-clock time as configured by ``env.real_time``; called once, before any reset."""
         raise EnvError(
             f"{type(self).__name__} has no clock",
             "derive it from SteppingEnv, or leave env.real_time out",
@@ -114,56 +116,49 @@ class VectorEnv(ABC):
         return describe_simulator()
 
     def status(self) -> dict[str, float]:
-        """Return how control has gone since last asked, for metrics; nothing where there is no clock."""
+        """Return control metrics since the last call; empty without a clock."""
         return {}
 
-    # The next eight are optional: a simulator without history, cameras for people or experts has nothing to do.
+    # The next eight are optional: simulators without history, people's cameras or experts need none of them.
 
     def solved_now(self) -> NDArray[np.bool_] | None:
-        """Return ``bool[B]``: the task was solved after the last step of an environment; None if that is not known."""
+        """Return ``bool[B]``: the task was solved after the last step of an environment; None if unknown."""
         return None
 
     def check_state(self) -> str:
-        """Return why ``get_state`` can't be asked, which a run wants to know before it begins; "" if it can."""
+        """Return why ``get_state`` is unavailable, checked before a run begins; "" if available."""
         return ""
 
     def check_row_state(self) -> str:
-        """Return why ``get_row_state`` can't be asked; "" if it can."""
+        """Return why ``get_row_state`` is unavailable; "" if available."""
         kept = type(self).get_row_state is not VectorEnv.get_row_state
-        return "" if kept else f"{type(self).__name__} keeps no state of single environments"
+        return "" if kept else f"{type(self).__name__} can't save the state of single environments"
 
     def check_episodes(self) -> list[str]:
-        """Return the codes of what is wrong with episodes: ``seed-ignored``, ``instruction-empty``. Before any reset.
-
-        A simulator that is known to be seeded has nothing to do.
-        """
+        """Return codes of problems with episodes: ``seed-ignored``, ``instruction-empty``. Called before any reset."""
         return []
 
     def rebuild(self) -> None:  # noqa: B027
-        """Forget all history: what follows a reset depends on its seed alone. Nothing to do for most simulators."""
+        """Discard all history: what follows a reset then depends only on its seed. A no-op for most simulators."""
 
     def mark(self) -> None:  # noqa: B027
-        """Remember this moment for ``rewind``. Nothing to do where a reset forgets all history."""
+        """Mark this moment for ``rewind``. A no-op if a reset discards all history."""
 
     def rewind(self) -> None:  # noqa: B027
-        """Let ``get_state`` answer as if nothing had happened since ``mark``; a reset must follow."""
+        """Make ``get_state`` ignore everything since ``mark``; a reset must follow."""
 
     def start_video(self, row: int, path: str) -> None:  # noqa: B027
-        """Film the episode that is about to be run, into ``<path>_success.mp4`` or ``<path>_failure.mp4``."""
+        """Record the coming episode to ``<path>_success.mp4`` or ``<path>_failure.mp4``."""
 
     def expert_reset(self, rows: list[int]) -> None:  # noqa: B027
         """Start scripted experts in ``rows``, whose episodes have just begun."""
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """Return what scripted experts would do now, ``float32[B,A]``."""
+        """Return the scripted experts' actions, ``float32[B,A]``."""
         raise NotImplementedError(f"{type(self).__name__} has no scripted experts")
 
     def call(self, method: str, arguments: Mapping[str, object]) -> object:
-        """Answer a rare, small request: one of ``REQUESTS``, by name; plain values and arrays in and out.
-
-        Raises:
-            EnvError: no such request.
-        """
+        """Answer a rare, small request from ``REQUESTS`` with plain values and arrays; EnvError if it is unknown."""
         if method not in self.REQUESTS:
             raise EnvError(
                 f"{type(self).__name__} has no request '{method}'",

@@ -1,6 +1,6 @@
-"""One episode at a time, asynchronously: the environment that a workflow runs in.
+"""Asynchronous environment for workflows, running one episode at a time.
 
-Shapes: C actions in a chunk, A action dimensions. An observation here is a batch of one.
+Shapes: C actions in a chunk, A action dimensions. Observations are batches of one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from embodrl.types import EnvStep, Observation
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that ``execute`` can do.
-
-    Attributes:
-        name: what ``execute`` is called with.
-        description: one line.
-        parameters: JSON schema of the arguments.
-    """
+    """A tool for ``execute``, with a one-line description and the JSON schema of its arguments."""
 
     name: str
     description: str
@@ -32,18 +26,18 @@ class Tool:
 
 @dataclass
 class ToolResult:
-    """What a tool did.
+    """Result of a tool.
 
     Attributes:
-        observation: what is seen afterwards; at the end of an episode, its last observation.
+        observation: observation after the tool; at the end of an episode, its last observation.
         reward: ``float32[C]``, 0 where not valid; C is 0 for a tool that does not act.
         valid: ``bool[C]``, the action was executed (the episode had not ended before it).
         terminated, truncated: ``bool[C]``, the episode ended with that action.
-        success: the task has been solved at some time in the episode.
-        episode_return: sum of the rewards of the episode so far.
-        episode_length: its environment steps so far.
-        lost: a fault of the simulator has ended the episode: nothing is valid, ``truncated`` at the first action.
-        value: the answer of a tool that does not act, plain values.
+        success: the task was solved at some point of the episode.
+        episode_return: sum of the episode's rewards so far.
+        episode_length: environment steps of the episode so far.
+        lost: a simulator fault ended the episode: nothing is valid, ``truncated`` at the first action.
+        value: answer of a tool that does not act, plain values.
     """
 
     observation: Observation
@@ -59,7 +53,7 @@ class ToolResult:
 
     @property
     def done(self) -> bool:
-        """The episode has ended."""
+        """Whether the episode has ended."""
         return bool((self.terminated | self.truncated).any())
 
     @staticmethod
@@ -90,7 +84,7 @@ class ToolResult:
 
     @staticmethod
     def lost_chunk(observation: Observation, chunk: int) -> ToolResult:
-        """Return the result of ``chunk`` actions that a fault prevented."""
+        """Return the result of ``chunk`` actions prevented by a fault."""
         nothing = np.zeros(chunk, np.bool_)
         truncated = nothing.copy()
         truncated[0] = True
@@ -98,44 +92,42 @@ class ToolResult:
 
 
 class Environment(ABC):
-    """One environment, in which one episode is run at a time.
+    """An environment running one episode at a time.
 
-    Every method but ``list_tools`` may take long; other episodes continue.
+    Every method but ``list_tools`` may take long; other episodes continue meanwhile.
     """
 
     @abstractmethod
     async def initialize(self, task: str, seed: int) -> Observation:
-        """Begin a new episode; the same task and seed give the same initial state.
+        """Begin a new episode; equal task and seed give equal initial states.
 
-        Raises:
-            EnvError: there is no such task, or the simulator is beyond repair.
+        Raises EnvError if the task is unknown, or the simulator beyond repair.
         """
 
     @abstractmethod
     def list_tools(self) -> list[Tool]:
-        """Return what ``execute`` can do."""
+        """Return the available tools."""
 
     @abstractmethod
     async def execute(self, tool: str, arguments: Mapping[str, object]) -> ToolResult:
         """Use a tool.
 
         Raises:
-            EnvError: there is no such tool, its arguments are wrong, no episode is in progress, or the simulator is
-                beyond repair. A fault that only costs the episode is not an error: see ``ToolResult.lost``.
+            EnvError: unknown tool, invalid arguments, no episode in progress, or the simulator is beyond repair. A
+                fault that only costs the episode is not an error; see ``ToolResult.lost``.
         """
 
     @abstractmethod
     async def get_state(self) -> bytes:
-        """Return the whole state of the episode."""
+        """Return the full state of the episode."""
 
     @abstractmethod
     async def load_state(self, state: bytes) -> Observation:
-        """Continue bit-exactly from a state of ``get_state``, maybe that of another environment of the same kind.
+        """Continue bit-exactly from a state of ``get_state``, possibly of another environment of the same kind.
 
-        Raises:
-            EnvError: the simulator keeps no state of single environments.
+        Raises EnvError if the simulator can't restore the state of single environments.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Give the environment back; an episode under way is given up."""
+        """Release the environment; an episode in progress is abandoned."""

@@ -1,4 +1,4 @@
-"""Pictures of simulators."""
+"""Images of simulators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Return the picture ``uint8[H,W,3]`` at that size; every new pixel is the mean of what it covers."""
+    """Resize an image to ``uint8[H,W,3]``; every new pixel is the mean of the area it covers."""
     if picture.shape[:2] == (height, width):
         return picture
     image = import_module("PIL.Image")

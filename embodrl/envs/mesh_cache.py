@@ -1,4 +1,4 @@
-"""Decimated meshes, computed once per machine and kept on disk by content; processes share them."""
+"""On-disk cache of decimated meshes, keyed by content and shared by all processes of a machine."""
 
 from __future__ import annotations
 
@@ -29,19 +29,15 @@ _in_process: dict[str, Arrays] = {}
 
 
 def cache_directory() -> Path:
-    """Return where meshes are kept: ``$XDG_CACHE_HOME/embodrl/meshes``, or below ``~/.cache``."""
+    """Return the cache directory: ``$XDG_CACHE_HOME/embodrl/meshes``, or below ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "embodrl" / "meshes"
 
 
 def simplifier(package: str) -> tuple[ModuleType, str]:
-    """Return fast_simplification and its version, which belongs to the key of what it makes.
+    """Return fast_simplification and its version, which is part of the cache key.
 
-    Args:
-        package: what brings it, as for pip.
-
-    Raises:
-        MissingDependencyError: it is not installed.
+    Raises MissingDependencyError naming the pip ``package`` that provides it.
     """
     try:
         return import_module("fast_simplification"), version("fast-simplification")
@@ -51,15 +47,15 @@ def simplifier(package: str) -> tuple[ModuleType, str]:
 
 
 def cached(algorithm: str, inputs: Sequence[NDArray[np.generic]], compute: Callable[[], A]) -> A:
-    """Return what ``compute`` returns for these inputs, from memory or disk where it has been computed before.
+    """Return ``compute()``, from memory or disk if it was computed for these inputs before.
 
-    A file that is torn or altered (its checksum tells) is recomputed and replaced. Where nothing can be kept, the
-    result is the same and a warning is logged.
+    A torn or altered file (by its checksum) is recomputed and replaced. If nothing can be stored, the result is the
+    same and a warning is logged.
 
     Args:
-        algorithm: what is computed, with every parameter and a version: part of the key.
-        inputs: the arrays that the result depends on; their bytes, shapes and dtypes are the rest of the key.
-        compute: makes the result.
+        algorithm: the computation with every parameter and a version: part of the key.
+        inputs: arrays the result depends on; their bytes, shapes and dtypes are the rest of the key.
+        compute: computes the result.
     """
     key = _key(algorithm, inputs)
     if key not in _in_process:
@@ -69,7 +65,7 @@ def cached(algorithm: str, inputs: Sequence[NDArray[np.generic]], compute: Calla
             found = compute()
             _write(path, found)
         _in_process[key] = found
-    return cast(A, _in_process[key])  # of the same key, so of the same function
+    return cast(A, _in_process[key])  # an equal key means an equal function
 
 
 def _key(algorithm: str, inputs: Sequence[NDArray[np.generic]]) -> str:
@@ -81,13 +77,13 @@ def _key(algorithm: str, inputs: Sequence[NDArray[np.generic]]) -> str:
 
 
 def _read(path: Path) -> Arrays | None:
-    """Return the arrays of a whole file; None if there is none or it is damaged."""
+    """Return the arrays of an intact file; None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.warning("the mesh cache can't be read, the mesh is recomputed: %s", error)
+        logger.warning("the mesh cache can't be read; the mesh is recomputed: %s", error)
         return None
     checksum = content[:_CHECKSUM_BYTES]
     payload = content[_CHECKSUM_BYTES:]
@@ -98,10 +94,10 @@ def _read(path: Path) -> Arrays | None:
 
 
 def _write(path: Path, arrays: Arrays) -> None:
-    """Write a file atomically; of processes that do so at the same time, one wins, with the same content."""
+    """Write a file atomically; of concurrent writers, one wins, with the same content."""
     payload = encode(list(arrays))
     try:
         with atomic_file(path, concurrent=True) as partial:
             partial.write_bytes(hashlib.sha256(payload).digest() + payload)
     except OutputError as error:
-        logger.warning("the mesh can't be kept for later starts: %s", error.message)
+        logger.warning("the mesh can't be cached for later starts: %s", error.message)

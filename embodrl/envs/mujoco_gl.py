@@ -1,4 +1,4 @@
-"""Which OpenGL MuJoCo draws with."""
+"""Choice of MuJoCo's OpenGL backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ _SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast", "software")
 
 
 def choose_gl(required: bool = True) -> str:
-    """Set MUJOCO_GL, if the user has not, to what this machine has: egl, or else osmesa. Before MuJoCo is imported.
+    """Set MUJOCO_GL, unless the user has, to egl or else osmesa, whichever this machine has; return it, "" for none.
 
-    Returns:
-        what was chosen; "" for nothing.
-
-    Raises:
-        MissingDependencyError: there is neither, and one is required.
+    Call before importing MuJoCo. Raises MissingDependencyError if neither is available and one is required.
     """
     chosen = os.environ.get("MUJOCO_GL") or next((name for name, lib in GL_LIBRARIES.items() if loads(lib)), "")
     if not chosen and not required:
@@ -35,7 +31,7 @@ def choose_gl(required: bool = True) -> str:
 
 
 def loads(library: str) -> bool:
-    """Tell whether a shared library is there."""
+    """Whether a shared library can be loaded."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -44,7 +40,7 @@ def loads(library: str) -> bool:
 
 
 def draws_in_software() -> bool:
-    """Tell whether the OpenGL context that is current draws on the CPU."""
+    """Whether the current OpenGL context renders on the CPU."""
     gl = import_module("OpenGL.GL")
 
     name = gl.glGetString(gl.GL_RENDERER)

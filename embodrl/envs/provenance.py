@@ -1,4 +1,4 @@
-"""What draws and simulates in this process: versions and the graphics driver, for those who compare results."""
+"""Versions and graphics driver of this process, for comparing results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = (
 
 
 def describe_simulator() -> dict[str, object]:
-    """Return ``versions`` of Python and what simulates, and the ``driver`` of OpenGL or Vulkan; "" if not known."""
+    """Return ``versions`` of Python and the simulator packages, and the OpenGL or Vulkan ``driver``; "" if unknown."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -32,7 +32,6 @@ def _vulkan() -> str:
 
 
 def _opengl() -> str:
-    """Return renderer and version of the context that is current."""
     if "mujoco" not in sys.modules or "OpenGL" not in sys.modules:
         return ""
     gl = import_module("OpenGL.GL")

@@ -11,21 +11,20 @@ SIMULATORS = {
     name: f"embodrl.envs.{name}.spec:SPEC"
     for name in ("maniskill", "toy", "dataset", "gymnasium", "libero", "metaworld", "robot")
 }
-"""The built-in environments: name -> where their specs are."""
+"""Built-in environments: name -> module of the spec."""
 SERVERS = {"tcp": "embodrl.envs.env_server.spec:TCP"}
-"""The built-in kinds of servers whose simulators run on other machines."""
+"""Built-in kinds of servers for simulators on other machines."""
 EVAL_PROTOCOLS = {
     name: f"embodrl.envs.libero.protocols:{name.upper()}"
     for name in ("openpi", "openvla", "openvla_oft", "rlinf", "simplevla")
 }
-"""The built-in settings of published evaluations."""
+"""Built-in settings of published evaluations."""
 
 
 class SupportedEnv(RegisteredName):
-    """The name of a registered environment: ``SupportedEnv("libero")``, ``SupportedEnv.LIBERO``, ``members()``.
+    """Name of a registered environment: ``SupportedEnv("libero")``, ``SupportedEnv.LIBERO``, ``members()``.
 
-    Raises:
-        UnknownNameError: the name is not registered; lists the known ones and the nearest.
+    Raises UnknownNameError for other names, listing the known names and the nearest.
     """
 
     __slots__ = ()
@@ -51,17 +50,17 @@ class SupportedEnv(RegisteredName):
         settings: object = None,
         **facts: object,
     ) -> SupportedEnv:
-        """Add an environment, from a module that ``extensions`` or an entry point names.
+        """Register an environment, from a module named by ``extensions`` or an entry point.
 
         Args:
-            name: for ``env.env_type``.
-            vector_env: a ``VectorEnv`` class, or ``module:Class``, imported on first use in the simulator processes.
+            name: value for ``env.env_type``.
+            vector_env: ``VectorEnv`` class, or ``module:Class``, imported on first use in the simulator processes.
             description: one line for ``embodrl list envs``.
             tasks: names for ``env.tasks``, or name -> instruction.
-            action_dim: numbers of an action.
-            settings: class of the section ``env``, derived from ``embodrl.config.schema.EnvConfig``, whose further
-                fields the VectorEnv takes as arguments; or ``module:Class``. A list of names is short for ``reads``.
-            facts: what else validation and ``embodrl list envs`` should know: attributes of ``SimulatorSpec``.
+            action_dim: numbers per action.
+            settings: class of the section ``env``, derived from ``embodrl.config.schema.EnvConfig``, whose extra fields
+                become arguments of the VectorEnv; or ``module:Class``. A list of names is short for ``reads``.
+            facts: further attributes of ``SimulatorSpec``, for validation and ``embodrl list envs``.
 
         Raises:
             EmbodrlError: the name is taken, or a fact is unknown or invalid.

@@ -20,19 +20,18 @@ from embodrl.errors import EnvError
 from embodrl.types import EnvSpec
 
 _CHECKED_SEED = 1
-_IMAGE_NOISE = 16  # of 255, between two drawings of one scene
+_IMAGE_NOISE = 16  # of 255, between two renderings of one scene
 
 
 @dataclass(frozen=True)
 class SimStep:
-    """What one action led to.
+    """Outcome of one action.
 
     Attributes:
-        reward: the simulator's own.
         success: the task is solved now.
         terminated: the episode can't continue for another reason.
         truncated: a step limit of the simulator's own was reached.
-        diverged: the simulation has broken down, and nothing of this is true: the episode ends as not valid.
+        diverged: the simulation has broken down, so that the other fields are meaningless: the episode ends as invalid.
     """
 
     reward: float
@@ -43,14 +42,15 @@ class SimStep:
 
 
 class Simulator(ABC):
-    """One environment of one task: all that a new simulator has to bring.
+    """One environment of one task: the interface of a new simulator.
 
     Attributes:
         action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
-        state_dim: S, what ``proprioception`` returns; 0 for nothing.
-        instruction: for the policy, in words.
-        control_hz: actions per second of the robot's time; videos and datasets state it.
-        is_seeded: ``reset`` is known to follow from its seed; else one of them is repeated before a run, and compared.
+        state_dim: S, size of ``proprioception``; 0 for none.
+        instruction: language instruction for the policy.
+        control_hz: actions per second of robot time, recorded in videos and datasets.
+        is_seeded: ``reset`` is known to depend only on its seed; otherwise one reset is repeated before a run, and
+            compared.
     """
 
     action_low: tuple[float, ...]
@@ -62,26 +62,26 @@ class Simulator(ABC):
 
     @abstractmethod
     def reset(self, seed: int) -> None:
-        """Start a new episode; all that follows depends on the seed and the actions alone."""
+        """Start a new episode; everything that follows depends only on the seed and the actions."""
 
     @abstractmethod
     def step(self, action: NDArray[np.float32]) -> SimStep:
-        """Execute ``action float32[A]`` for one control step. Nothing is drawn."""
+        """Execute ``action float32[A]`` for one control step, without rendering."""
 
     @abstractmethod
     def images(self) -> NDArray[np.uint8]:
-        """Draw what the cameras see now, ``uint8[V,H,W,3]``."""
+        """Render the cameras, ``uint8[V,H,W,3]``."""
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return ``float32[S]``: what the robot knows of itself."""
+        """Return the robot's state, ``float32[S]``."""
         return np.zeros(0, np.float32)
 
     def first_reward(self) -> float:
-        """Return the dense reward of the initial state, from which ``dense_delta`` counts."""
+        """Return the dense reward of the initial state, the base of ``dense_delta``."""
         return 0.0
 
     def film(self) -> NDArray[np.uint8]:
-        """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
+        """Return a frame for people, ``uint8[H,W,3]``; by default the first camera's image."""
         return self.images()[0]
 
     def perturb(self, axis: str) -> None:
@@ -89,19 +89,21 @@ class Simulator(ABC):
         raise axis_unknown(self, axis)
 
     def get_state(self) -> object:
-        """Return the state as plain values and arrays; by default it can't be saved (see ``Replayed``)."""
+        """Return the state as plain values and arrays; unsupported by default (see ``Replayed``)."""
         raise EnvError(
-            f"{type(self).__name__} can't tell its state, so a run can't save a checkpoint nor offload it",
-            "give it get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed",
+            f"{type(self).__name__} can't save its state, so a run can neither save checkpoints nor offload it",
+            "implement get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed",
             code="env-state-unsupported",
         )
 
     def set_state(self, state: SavedState) -> None:
-        """Continue from a state of ``get_state`` bit-exactly, in another process too."""
-        raise EnvError(f"{type(self).__name__} can't take a state", "give it set_state", code="env-state-unsupported")
+        """Continue bit-exactly from a state of ``get_state``, possibly of another process."""
+        raise EnvError(
+            f"{type(self).__name__} can't restore a state", "give it set_state", code="env-state-unsupported"
+        )
 
     def expert_reset(self) -> None:
-        """Let a scripted expert begin, in an episode that has just begun."""
+        """Start a scripted expert in an episode that has just begun."""
         raise EnvError(
             f"{type(self).__name__} has no scripted expert",
             "collect demonstrations of another task",
@@ -109,7 +111,7 @@ class Simulator(ABC):
         )
 
     def expert_action(self) -> NDArray[np.float32]:
-        """Return what the expert would do now, ``float32[A]``."""
+        """Return the expert's action, ``float32[A]``."""
         raise EnvError(
             f"{type(self).__name__} has no scripted expert",
             "collect demonstrations of another task",
@@ -117,15 +119,15 @@ class Simulator(ABC):
         )
 
     def signature(self) -> bytes:
-        """Return something that differs where states differ; ``Replayed`` compares it."""
+        """Return a value that differs where states differ; ``Replayed`` compares it."""
         return self.proprioception().tobytes()
 
     def close(self) -> None:  # noqa: B027
-        """Free what it holds."""
+        """Free resources."""
 
 
 class _Replay(TypedDict):
-    """What ``Replayed`` repeats: ``actions float32[n,A]`` from the seed, None before the first reset."""
+    """Replay record of ``Replayed``: ``actions float32[n,A]`` from the seed; None before the first reset."""
 
     seed: int | None
     actions: NDArray[np.float32]
@@ -133,10 +135,11 @@ class _Replay(TypedDict):
 
 
 class Replayed(Simulator):
-    """Gives a simulator whose episodes follow from seed and actions a state: the seed and the actions.
+    """Adds a state to a simulator whose episodes depend only on seed and actions: the seed and the actions.
 
-    Whatever lies hidden in a simulator, its wrappers, counters and generators, the same calls restore it bit-exactly.
-    The replay waits until the episode continues, as a reset mostly comes first, and is checked step by step.
+    Repeating the same calls restores everything hidden in a simulator, its wrappers, counters and generators
+    bit-exactly. The replay is deferred until the episode continues, since a reset mostly comes first, and is checked
+    step by step.
 
     Args:
         simulator: resets to the same episode from the same seed, whatever happened before.
@@ -170,11 +173,7 @@ class Replayed(Simulator):
         return result
 
     def _catch_up(self) -> None:
-        """Do what was done before the state was taken.
-
-        Raises:
-            EnvError: it went another way.
-        """
+        """Replay the actions before the saved state; EnvError if the replay diverges."""
         if not self._behind:
             return
         actions = self._actions
@@ -186,9 +185,9 @@ class Replayed(Simulator):
             self.step(action)
         if self._checksum != expected:
             raise EnvError(
-                f"'{self.instruction}': {len(actions)} actions from seed {seed} led to another state, so the"
+                f"'{self.instruction}': {len(actions)} actions from seed {seed} led to a different state: the"
                 " environment is not a function of its seed and actions and can't be restored",
-                "seed all of its random generators in reset, or give its Simulator get_state and set_state",
+                "seed all of its random generators in reset, or implement get_state and set_state in its Simulator",
                 code="env-not-deterministic",
             )
 
@@ -233,20 +232,17 @@ class Replayed(Simulator):
 
 
 class SimulatorVectorEnv(SteppingEnv):
-    """B simulators, one after the other. A subclass says how to make one.
+    """B simulators, stepped one after the other. Subclasses implement ``make_simulator`` for each of ``tasks``.
 
-    Simulators are lent to the environments that run their task, and one more is built where none is free. At first
-    there is one of the first task, which says what all are like; or B of the only task, which all will run.
+    Simulators are lent to the environments that run their task, and another one is built when none is free. Initially
+    there is one for the first task, which determines the spec; with a single task there are B of it.
 
     Args:
-        num_envs: B.
-        tasks: what ``make_simulator`` may be asked for.
         cameras: ``[{name, height, width, fov_rad, eye, target}]``, all of one size.
-        rules: what ends an episode and what it earns.
+        rules: end and reward of episodes.
         include_state: add the proprioception to the observation.
-        max_chunk: largest number of actions in a chunk.
-        video_fps: frames per second of videos; None is the rate of control.
-        include_images: False: nothing is drawn for the policy, and its pictures are black.
+        video_fps: frames per second of videos; None for the control rate.
+        include_images: False skips rendering for the policy; its images are black.
     """
 
     def __init__(
@@ -310,7 +306,7 @@ class SimulatorVectorEnv(SteppingEnv):
                 sim.perturb(axis)
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
-        self._with_expert[rows] = False  # the expert was one of another episode, maybe of another task
+        self._with_expert[rows] = False  # the expert belonged to another episode, possibly of another task
         pairs = zip(rows.tolist(), task_ids.tolist(), strict=True)
         changed = [(row, task) for row, task in pairs if self._sim_tasks[row] != task]
         for row, task in changed:
@@ -353,9 +349,9 @@ class SimulatorVectorEnv(SteppingEnv):
             raise EnvError(
                 f"images() of {type(self._sim(row)).__name__} returned {found.dtype}{list(found.shape)}, not"
                 f" uint8{list(shape)} ([V,H,W,3])",
-                "scale to 0..255 and convert: (pictures * 255).astype(np.uint8)"
+                "scale to 0..255 and convert: (images * 255).astype(np.uint8)"
                 if found.dtype != np.uint8
-                else "return one picture of env.cameras' height and width for each camera",
+                else "return one image of env.cameras' height and width for each camera",
                 code="simulator-images",
             )
         return found
@@ -415,7 +411,7 @@ class SimulatorVectorEnv(SteppingEnv):
         self._with_expert[rows] = True
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """Return 0 in rows whose expert has not begun."""
+        """Return 0 in rows whose expert has not started."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
         for row in np.flatnonzero(self._with_expert).tolist():
             actions[row] = self._sim(row).expert_action()

@@ -1,7 +1,7 @@
-"""What all simulators share: chunks, ends of episodes, auto-reset, rewards, success, and pictures on request only.
+"""Stepping shared by all simulators: chunks, ends of episodes, auto-reset, rewards, success, rendering on request.
 
-Two classes to build on. ``Simulator`` is one environment with reset, step and images, of which ``SimulatorVectorEnv``
-runs B; most adapters are that. ``SteppingEnv`` is for what simulates its B environments together.
+Two classes to build on: ``Simulator`` is one environment with reset, step and images, of which ``SimulatorVectorEnv``
+runs B; most adapters use it. ``SteppingEnv`` is for simulators that step B environments together.
 
 Shapes: B environments, C actions in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -36,7 +36,7 @@ def next_seed(seed: int) -> int:
 
 
 class CameraSettings(TypedDict):
-    """A camera of the section ``env.cameras``: size in pixels, field of view, and place (None: the simulator's own)."""
+    """A camera of ``env.cameras``: size in pixels, field of view, and pose (None: the simulator's own)."""
 
     name: str
     height: int
@@ -47,7 +47,7 @@ class CameraSettings(TypedDict):
 
 
 class RewardOptions(TypedDict, total=False):
-    """The fields of ``EpisodeRules`` but the number of steps, as keyword arguments."""
+    """The fields of ``EpisodeRules`` except the number of steps, as keyword arguments."""
 
     reward_mode: str
     shaping_gamma: float
@@ -65,14 +65,14 @@ class RuleOptions(RewardOptions, total=False):
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """What ends an episode and what it earns; the keyword arguments that every environment takes.
+    """End and reward of episodes; the keyword arguments of every environment.
 
     Attributes:
         max_episode_steps: environment steps after which an episode is truncated.
         reward_mode: ``dense`` is the simulator's own reward, ``dense_delta`` its change from step to step, ``sparse``
-            nothing but the bonus. ``potential`` is the change with the later one discounted, and 0 where the episode
-            terminates, ``gamma phi' - phi``: it leaves the best policy what it is for the bonus alone (Ng, Harada &
-            Russell 1999, theorem 1; Grzes 2017 for the end). ``dense_delta`` does so at a discount of 1 only.
+            only the bonus. ``potential`` is the change with the later value discounted, ``gamma phi' - phi``, with
+            ``phi'`` 0 where the episode terminates: it preserves the optimal policy of the bonus alone (Ng, Harada &
+            Russell 1999, theorem 1; Grzes 2017 for the end). ``dense_delta`` does so only at a discount of 1.
         success_bonus: added at the first success of an episode, in every mode.
         auto_reset: begin the next episode at the end of the chunk in which one has ended.
         ignore_terminations: neither success nor failure ends an episode, only a step limit.
@@ -95,15 +95,15 @@ class EpisodeRules:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one action led to, in B environments; rows that were not stepped hold anything.
+    """Outcome of one action in B environments; rows that were not stepped are undefined.
 
     Attributes:
         reward: ``float32[B]``, the simulator's own.
         success: ``bool[B]``, the task is solved now.
         terminated: ``bool[B]``, the episode can't continue for another reason, or None for never.
         truncated: ``bool[B]``, a step limit of the simulator's own was reached, or None for never.
-        diverged: ``bool[B]``, the simulation has broken down, or None for never. The reward is then no number, in
-            every mode, by which ``EnvPool`` knows that nothing of the chunk is true.
+        diverged: ``bool[B]``, the simulation has broken down, or None for never. The reward is then NaN in every mode,
+            which tells ``EnvPool`` that the chunk is invalid.
     """
 
     reward: NDArray[np.float32]
@@ -114,12 +114,9 @@ class StepResult:
 
 
 class SteppingEnv(VectorEnv):
-    """B environments of one process; a subclass adds the simulator by the methods from ``assign`` on.
+    """B environments in one process; subclasses add the simulator by the methods from ``assign`` on.
 
-    Args:
-        spec: what it offers.
-        rules: what ends an episode and what it earns.
-        video_fps: frames per second of videos, of which each step gives one; None is ``spec.control_hz``.
+    Videos get one frame per step, at ``video_fps`` frames per second; None is ``spec.control_hz``.
     """
 
     def __init__(self, spec: EnvSpec, rules: EpisodeRules, video_fps: float | None = None) -> None:
@@ -144,11 +141,11 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
-        """Give the tasks of the next episodes, an index into ``spec.tasks`` each; ``begin`` follows."""
+        """Set the tasks of the next episodes, as indices into ``spec.tasks``; ``begin`` follows."""
 
     @abstractmethod
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
-        """Start new episodes in ``rows``, each as its seed says, whatever happened before."""
+        """Start new episodes in ``rows``, determined by their seeds, whatever happened before."""
 
     @abstractmethod
     def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
@@ -156,11 +153,11 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        """Write what is seen now into ``images uint8[B,V,H,W,3]`` and ``state float32[B,S]``, in ``rows`` only."""
+        """Render into ``images uint8[B,V,H,W,3]`` and write ``state float32[B,S]``, in ``rows`` only."""
 
     @abstractmethod
     def instruction(self, task_id: int) -> str:
-        """Return the instructions of the policy."""
+        """Return the instructions for the policy."""
 
     @abstractmethod
     def get_sim_state(self) -> object:
@@ -168,7 +165,7 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def set_sim_state(self, state: SavedState) -> None:
-        """Continue bit-exactly from a state of ``get_sim_state``; the tasks of all rows are known already."""
+        """Continue bit-exactly from a state of ``get_sim_state``; the tasks of all rows are already set."""
 
     @abstractmethod
     def get_sim_row(self, row: int) -> object:
@@ -176,18 +173,18 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def set_sim_row(self, row: int, state: SavedState) -> None:
-        """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, bit-exactly; its task is known."""
+        """Continue ``row``, whose task is set, bit-exactly from a state of ``get_sim_row``, possibly of another row."""
 
     def perturb(self, axis: str) -> None:
         """Perturb all episodes from now on; ``axis`` is one of the spec's that is not in ``axes.COMMON``."""
         raise axis_unknown(self, axis)
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return ``float32[len(rows)]``: what the dense reward of the initial states is, for ``dense_delta``."""
+        """Return the dense reward of the initial states, ``float32[len(rows)]``, for ``dense_delta``."""
         return np.zeros(len(rows), np.float32)
 
     def film(self, row: int) -> NDArray[np.uint8]:
-        """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
+        """Return a frame for people, ``uint8[H,W,3]``; by default the first camera's image."""
         images = np.empty_like(self._images)
         state = np.empty_like(self._state)
         self.draw(np.array([row]), images, state)
@@ -222,8 +219,7 @@ class SteppingEnv(VectorEnv):
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_]]:
         """Execute an action, the last of its chunk or not, in running rows.
 
-        Returns:
-            reward ``float32[B]``, terminated and truncated ``bool[B]``.
+        Returns reward ``float32[B]``, terminated and truncated ``bool[B]``.
         """
         result = self.step_rows(actions, running) if self.real_time is None else self._timed(actions, self.real_time)
         first_success = running & result.success & ~self._solved
@@ -245,7 +241,7 @@ class SteppingEnv(VectorEnv):
                 reward -= np.where(running, (1 - kept) * self._potential, 0).astype(np.float32)
         elif self.rules.reward_mode == "dense":
             reward += np.where(running, result.reward, 0)
-        broken = ~np.isfinite(result.reward)  # also where the reward mode ignores the reward
+        broken = ~np.isfinite(result.reward)  # also if the reward mode ignores the reward
         reward[running & (broken if result.diverged is None else broken | result.diverged)] = np.nan
         self._returned += reward
         for row in self._video.rows(running):
@@ -253,7 +249,7 @@ class SteppingEnv(VectorEnv):
         return reward, terminated, truncated
 
     def _timed(self, actions: NDArray[np.float32], real_time: RealTime) -> StepResult:
-        """Execute the action of the only row when its time has come, and return when it is over; or stop."""
+        """Execute the action of the only row at its due time and return when it has ended, or stop."""
         action = real_time.admit(actions[0])
         if action is None:
             return StepResult(self._potential.copy(), np.zeros(1, np.bool_), np.ones(1, np.bool_))
@@ -275,7 +271,7 @@ class SteppingEnv(VectorEnv):
         terminated: NDArray[np.bool_],
         truncated: NDArray[np.bool_],
     ) -> EnvStep:
-        """Draw what the policy sees next, begin new episodes, and put the result together."""
+        """Render the policy's next observation, begin new episodes, and assemble the result."""
         final_mask = np.asarray(truncated.any(axis=1))
         done = final_mask | np.asarray(terminated.any(axis=1))
         # Of the episode that ends here, before an auto-reset clears it.
@@ -353,7 +349,7 @@ class SteppingEnv(VectorEnv):
             present = getattr(self, name)
             if saved.shape != present.shape:
                 raise EnvError(
-                    f"the state is one of other environments: {name.strip('_')} {list(saved.shape)}, here"
+                    f"the state belongs to other environments: {name.strip('_')} {list(saved.shape)}, here"
                     f" {list(present.shape)}",
                     "restore it with the same number of environments, cameras and env.include_state",
                     code="env-state-shape",
@@ -382,7 +378,7 @@ class SteppingEnv(VectorEnv):
         if self.spec.num_envs != 1:
             raise EnvError(
                 f"{self.spec.num_envs} environments in a process can't share one clock",
-                "give each a process of its own",
+                "run each in its own process",
                 code="one-robot-per-process",
             )
         self.real_time = RealTime(Fields(settings, "env.real_time", EnvError), self)
@@ -416,7 +412,7 @@ def make_spec(
     max_chunk: int,
     control_hz: float = EnvSpec.control_hz,
 ) -> EnvSpec:
-    """Return the EnvSpec of ``cameras [{name, height, width, ...}]`` and ``bounds``, lowest and highest action."""
+    """Return the EnvSpec for ``cameras [{name, height, width, ...}]`` and ``bounds``, lowest and highest action."""
     return EnvSpec(
         num_envs=num_envs,
         cameras=tuple(CameraSpec(camera["name"], camera["height"], camera["width"]) for camera in cameras),

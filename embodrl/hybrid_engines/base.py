@@ -7,20 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from embodrl.algorithms.advantages import Advantages
-from embodrl.config.schema import AlgorithmConfig
-from embodrl.data.batch import Batch
-from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.config.schema import Config
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
-
-if TYPE_CHECKING:
-    from embodrl.hybrid_engines.training.engine_state import HeldState
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 
 Counters = dict[str, int]
 """The part of an engine's state that is not a tensor: ``version`` and ``nonfinite_in_row``."""
@@ -60,85 +54,32 @@ class OptimizerStep:
 
 
 class TrainEngine(ABC):
-    """Holds the weights that train, and their optimizer.
+    """Holds the weights that train, and their optimizer; here or in other processes.
 
     Attributes:
-        state: state of an engine that trains in this process.
         memory: what ``offload`` takes off the device; None for nothing.
-        version: completed updates; also the version of the weights.
-        sections: parts of the state that there always are; ``reference`` may come with them.
-        on_step: called with how many optimizer steps of an update are done, and how many there are.
     """
 
-    version: int
-    state: HeldState[Any]
     memory: Offload | None = None
-    sections: tuple[str, ...] = ("policy", "optimizer")
-    on_step: Callable[[int, int], None] | None = None
 
-    def steps(self, total: int) -> Iterator[int]:
-        """Count the optimizer steps of an update from 0, and report each when it is done."""
-        for index in range(total):
-            yield index
-            if self.on_step is not None:
-                self.on_step(index + 1, total)
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Completed updates; also the version of the weights."""
 
     @abstractmethod
-    def update(
-        self,
-        batch: TrajectoryBatch,
-        advantages: Advantages,
-        algorithm: AlgorithmConfig,
-        generator: torch.Generator,
-    ) -> dict[str, float]:
-        """Train on a rollout and raise ``version`` by one.
+    def attach(self, update: str, config: Config, on_step: Callable[[int, int], None] | None = None) -> Any:
+        """Make an update that drives this engine, and stands where it stands.
 
         Args:
-            batch: the rollout.
-            advantages: of its chunks.
-            algorithm: loss, epochs, sampling.
-            generator: on the CPU; shuffles the chunks.
+            update: ``module:Class``, made with a ``PolicyTrainEngine`` of that process, the configuration and
+                ``on_step``.
+            config: the run.
+            on_step: called with how many optimizer steps of an update are done, and how many there are; not from other
+                processes.
 
         Returns:
-            metrics named ``train/...``, and ``staleness/...`` where chunks may be of older policies.
-
-        Raises:
-            NonFiniteError: several steps in a row were not finite.
-            EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
-        """
-
-    @abstractmethod
-    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
-        """Take one optimizer step of supervised fine-tuning.
-
-        Args:
-            batch: flat, on the CPU: ``VLAPolicy.sft_inputs`` with ``action_mask bool[N,H]``.
-            learning_rate: of the policy; the value head does not train.
-            label_smoothing_bins: see ``VLAPolicy.sft_loss``.
-
-        Returns:
-            ``loss``, ``grad_norm`` before clipping, ``lr``, and the scalars of ``sft_loss``.
-
-        Raises:
-            NonFiniteError: several steps in a row were not finite.
-            EmbodrlError: this backend does not support imitation.
-        """
-
-    @abstractmethod
-    def imitation_step(
-        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
-    ) -> dict[str, float]:
-        """Take one of several optimizer steps of an update, which ``complete_update`` ends; see ``imitate``.
-
-        Args:
-            batch: as there.
-            learning_rate: as there.
-            label_smoothing_bins: as there.
-            num_actions: divisor of the loss where ``action_mask float32[N,H]`` has the weights of actions; None where
-                it says which actions there are, all of which then count the same.
-
-        Returns:
-            ``loss``, ``grad_norm`` before clipping, and the scalars of ``sft_loss``.
+            the update, or what calls it in every training process and returns the answer of rank 0.
         """
 
     @abstractmethod
@@ -150,51 +91,29 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        """Return ``float32[T,B,C,A]``: log-probs of the actions under the policy that the run began with.
-
-        Chunks without a valid action get 0.
-
-        Raises:
-            EmbodrlError: no reference is kept.
-        """
-
-    @abstractmethod
-    def proximal(
-        self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
-
-        Chunks acted with these weights keep those of the rollout, bit-exact; with ``every_chunk`` they keep values
-        alone. A loss without values gets None for them, and so does one without ``algorithm.decoupled``.
-
-        Raises:
-            EmbodrlError: a chunk has a version above the engine's.
-        """
-
-    @abstractmethod
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of the policy, without copies."""
 
     def fetch(self) -> None:  # noqa: B027 - most train the policy itself
         """Bring the weights into the policy that the engine was made with, if they are elsewhere."""
 
+    @abstractmethod
     def state_dict(self) -> EngineState:
         """Return weights, optimizer state and counters, without copies."""
-        return self.state.whole()
 
+    @abstractmethod
     def load_state_dict(self, saved: EngineState) -> None:
         """Go back to a saved state.
 
         Raises:
             CheckpointError: names or shapes are not those of this policy.
         """
-        self.state.load(saved)
 
+    @abstractmethod
     def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
-        return self.state.counters()
 
+    @abstractmethod
     def save_shards(self, directory: Path) -> FileFacts:
         """Write the tensors of the state, each process what it holds; see ``sharded_checkpoint.save_state``.
 
@@ -204,19 +123,18 @@ class TrainEngine(ABC):
         Raises:
             OSError: they could not be written.
         """
-        return self.state.save(directory)
 
+    @abstractmethod
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         """Go back to what ``save_shards`` wrote, perhaps with another backend or number of processes.
 
         Raises:
             CheckpointError: it is of another policy, or can't be read.
         """
-        self.state.read(directory, counters)
 
-    def state_num_bytes(self) -> int:
-        """Return about how many bytes ``state_dict`` takes once every weight has been trained."""
-        return self.state.num_bytes()
+    @abstractmethod
+    def shapes(self) -> StateShapes:
+        """Return the sections, names and shapes of the state, and its size once every weight has been trained."""
 
     def check(self) -> None:  # noqa: B027 - most have nothing that could be gone
         """Raise if a process that the engine needs has gone.

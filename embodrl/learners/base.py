@@ -39,10 +39,10 @@ class Learner(ABC):
 
     Attributes:
         is_updating: an update has begun and is not complete: what there is can neither be saved nor undone.
-        films: evaluations write videos as ``env.video`` says.
+        records_videos: evaluations write videos as ``env.video`` says.
     """
 
-    films = False
+    records_videos = False
 
     def __init__(self, policy: VLAPolicy, engine: TrainEngine) -> None:
         self.policy = policy
@@ -93,5 +93,5 @@ class Learner(ABC):
     def saved(self, iteration: int) -> None:  # noqa: B027
         """Do what may follow once a checkpoint after so many iterations is written."""
 
-    def rest(self) -> None:  # noqa: B027
+    def release_after_save(self) -> None:  # noqa: B027
         """Free what saving brought back to the device."""

@@ -7,6 +7,7 @@ arXiv 1011.0686.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from embodrl.data.replay import ReplayBuffer, decode_words
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.schedule import learning_rates
 from embodrl.learners.base import LearnerState
-from embodrl.learners.records import RecordLearner
+from embodrl.learners.imitation_update import UPDATE, ImitationUpdate
+from embodrl.learners.records import ReplayUpdater
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.types import Observation
 
 
-class DaggerLearner(RecordLearner):
+class DaggerUpdater(ReplayUpdater):
     """Trains any policy on observations with the expert's actions, on any engine.
 
     There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
@@ -33,16 +35,26 @@ class DaggerLearner(RecordLearner):
         policy: policy of this process, which makes inputs of observations.
         engine: holds the weights that train.
         store: labelled observations.
+        on_step: called with how many optimizer steps of an update are done, and how many there are.
 
     Attributes:
         num_updates: optimizer steps so far.
     """
 
-    def __init__(self, config: Config, policy: VLAPolicy, engine: TrainEngine, store: ReplayBuffer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        policy: VLAPolicy,
+        engine: TrainEngine,
+        store: ReplayBuffer,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__(on_step)
         self.config = config
         self.policy = policy
         self.engine = engine
         self.store = store
+        self.update: ImitationUpdate = engine.attach(UPDATE, config)
         self.num_updates = 0
 
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
@@ -52,12 +64,12 @@ class DaggerLearner(RecordLearner):
         rate = learning_rates(config.actor.optim, engine.version, config.runner.max_iterations, 0).policy
         due = int(settings.utd * max(0, self.store.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)
-        for _ in engine.steps(due if len(self.store) else 0):
-            metrics = engine.imitation_step(self._draw(generator), rate, config.sft.label_smoothing_bins)
+        for _ in self.steps(due if len(self.store) else 0):
+            metrics = self.update.step(self._draw(generator), rate, config.sft.label_smoothing_bins)
             for name, value in metrics.items():
                 totals[name] += value
             self.num_updates += 1
-        engine.complete_update()
+        self.update.complete()
         result: dict[str, float | None] = {f"train/{name}": total / due for name, total in totals.items()}
         return result | {"train/num_updates": float(max(0, due)), "train/lr": rate}
 

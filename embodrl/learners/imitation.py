@@ -20,6 +20,7 @@ from embodrl.data.imitation import observation_of
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.learners.base import Learner, LearnerState
+from embodrl.learners.imitation_update import UPDATE, ImitationUpdate
 from embodrl.learners.memory_phases import peak_memory
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.metrics_file import Row
@@ -171,6 +172,7 @@ class ImitationLearner(Learner):
         self.batches = batches
         self._pauses = [pause for pause in pauses if pause]
         self.hooks = hooks
+        self._update: ImitationUpdate = engine.attach(UPDATE, config)
         self._start = time.monotonic()
 
     def step(self, iteration: int) -> Row:
@@ -206,7 +208,10 @@ class ImitationLearner(Learner):
         # Inputs are prepared here, not by the engine: noise and times of flow policies come from one stream.
         inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
         batch = Batch({name: tensor.cpu() for name, tensor in inputs.items()})
-        return self.engine.imitate(batch, learning_rate(settings, iteration), settings.label_smoothing_bins)
+        rate = learning_rate(settings, iteration)
+        metrics = self._update.step(batch, rate, settings.label_smoothing_bins)
+        self._update.complete()
+        return metrics | {"lr": rate}
 
     def evaluate(self, video_dir: Path | None) -> Row:
         self.engine.fetch()

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 
 import torch
 
-from embodrl.config.schema import AlgorithmConfig
-from embodrl.data.replay import ReplayStores
-from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.learners.base import LearnerState
 from embodrl.storage.checkpoint import Checkpoint
 
 
-class RecordLearner(ABC):
-    """Updates the weights once per iteration, through calls that every train engine has."""
+class ReplayUpdater(ABC):
+    """Draws what the optimizer steps of an iteration learn from, and hands it to an update where the engine is.
+
+    Args:
+        on_step: called with how many steps of an update are done, and how many there are.
+    """
+
+    def __init__(self, on_step: Callable[[int, int], None] | None = None) -> None:
+        self._on_step = on_step
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Count the optimizer steps of an update from 0, and report each when it is done."""
+        for index in range(total):
+            yield index
+            if self._on_step is not None:
+                self._on_step(index + 1, total)
 
     @abstractmethod
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
@@ -31,7 +43,7 @@ class RecordLearner(ABC):
         """
 
     def state(self) -> LearnerState:
-        """Return what ``load_state`` needs to continue from here, apart from the engine's state and the records."""
+        """Return what ``load_state`` needs to continue from here, besides the engine's state and the records."""
         return LearnerState({})
 
     def load_state(self, checkpoint: Checkpoint) -> None:  # noqa: B027 - most is in the engine's state
@@ -40,21 +52,3 @@ class RecordLearner(ABC):
         Raises:
             CheckpointError: it was made with other settings.
         """
-
-
-class SmallActorLearner(RecordLearner):
-    """Leaves all to an engine that has the critics: the actor's gradients flow through them.
-
-    Args:
-        engine: native engine with critics.
-        stores: replay buffers that it draws from.
-        algorithm: settings of the loss.
-    """
-
-    def __init__(self, engine: OffPolicyEngine, stores: ReplayStores, algorithm: AlgorithmConfig) -> None:
-        self.engine = engine
-        self.stores = stores
-        self.algorithm = algorithm
-
-    def learn(self, generator: torch.Generator) -> dict[str, float | None]:
-        return self.engine.learn(self.stores, self.algorithm, generator)

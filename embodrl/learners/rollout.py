@@ -22,7 +22,8 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.learners.base import Learner, LearnerState
 from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases, peak_memory
-from embodrl.learners.records import RecordLearner
+from embodrl.learners.on_policy import Demonstrations, OnPolicyUpdate
+from embodrl.learners.records import ReplayUpdater
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import PipelineContext
@@ -49,21 +50,34 @@ class Parts:
         engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
-        stores: of off-policy and offline runs, and of those that imitate in addition to their loss.
-        record_learner: updates the weights by what is in the stores of off-policy and offline runs.
+        on_policy: updates the weights by rollouts.
+        imitated: what these updates imitate in addition.
+        from_records: updates the weights of off-policy and offline runs, by what is recorded.
+        replay: buffers of off-policy runs.
+        recorded: the dataset of offline runs.
     """
 
     policy: VLAPolicy
     engine: TrainEngine
     rollouts: RolloutBackend
     rewards: RewardWorker
-    stores: ReplayStores | OfflineData | DemoDraws | None = None
-    record_learner: RecordLearner | None = None
+    on_policy: OnPolicyUpdate | None = None
+    imitated: Demonstrations | None = None
+    from_records: ReplayUpdater | None = None
+    replay: ReplayStores | None = None
+    recorded: OfflineData | None = None
+
+    @property
+    def stores(self) -> ReplayStores | OfflineData | DemoDraws | None:
+        """What a checkpoint keeps of what the run learns from besides its rollouts."""
+        if self.imitated is not None:
+            return self.imitated.frames
+        return self.recorded if self.replay is None else self.replay
 
 
 @dataclass(frozen=True)
-class Watch:
-    """The user of a run.
+class RunCallbacks:
+    """Functions that a run calls as it goes.
 
     Attributes:
         is_to_stop: tells whether the run is to stop.
@@ -82,11 +96,11 @@ class RolloutLearner(Learner):
         deployment: where everything of it is.
         graph: what an iteration walks.
         parts: of the run, started.
-        watch: sees the phases, and says when to stop.
+        callbacks: sees the phases, and says when to stop.
         publish_to: directory that every version of the weights is written to; None for none.
     """
 
-    films = True
+    records_videos = True
 
     def __init__(
         self,
@@ -94,7 +108,7 @@ class RolloutLearner(Learner):
         deployment: Deployment,
         graph: Graph,
         parts: Parts,
-        watch: Watch,
+        callbacks: RunCallbacks,
         publish_to: Path | None = None,
     ) -> None:
         super().__init__(parts.policy, parts.engine)
@@ -104,11 +118,11 @@ class RolloutLearner(Learner):
         self.env_steps = 0
         self._deployment = deployment
         self._graph = graph
-        self._watch = watch
+        self._callbacks = callbacks
         self._publish_to = publish_to
         self._publisher: WeightPublisher | None = None
         self._shuffle = torch.Generator().manual_seed(config.runner.seed)
-        self._before: _Before | None = None  # within an iteration, until its update begins
+        self._before: _RollbackState | None = None  # within an iteration, until its update begins
 
     def first_row(self) -> Row:
         return dict(ROW_0)
@@ -123,12 +137,11 @@ class RolloutLearner(Learner):
         self.phases.enter("act")
         rewards = self.parts.rewards
         rollouts = self.parts.rollouts
-        self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
+        self._before = _RollbackState(capture_rng(), generator_state(self._shuffle), rewards.state())
         parts = self.parts
         acting = (rollouts.collector, rewards)
-        context = PipelineContext(
-            self.config, iteration, self.engine, *acting, self._shuffle, parts.stores, parts.record_learner
-        )
+        learning = (parts.on_policy, parts.imitated, parts.from_records, parts.replay, parts.recorded)
+        context = PipelineContext(self.config, iteration, self.engine, *acting, self._shuffle, *learning)
         metrics = self._graph.run(context, on_node=self._before_node)
         steps = metrics.pop("env_steps", None)
         if steps is None:
@@ -173,7 +186,7 @@ class RolloutLearner(Learner):
     def prepare_save(self) -> None:
         self.parts.rollouts.collector.reset_history()
 
-    def rest(self) -> None:
+    def release_after_save(self) -> None:
         self.phases.enter("rest")
         self.phases.take_metrics()  # they belong to no iteration
 
@@ -188,7 +201,7 @@ class RolloutLearner(Learner):
             "faults": vars(self.parts.rollouts.faults),
             "rewards": bool(kept["rewards"]),
         }
-        if (learner := self.parts.record_learner) is not None:
+        if (learner := self.parts.from_records) is not None:
             content |= learner.state().content
             kept |= learner.state().tensors
         tensors = rollouts.tensors | {name: part for name, part in kept.items() if part}
@@ -215,8 +228,8 @@ class RolloutLearner(Learner):
             self.parts.rewards.load_state(checkpoint.tensors("rewards"))
         if stores is not None:
             stores.load_state(checkpoint.tensors(REPLAY))
-        if self.parts.record_learner is not None:
-            self.parts.record_learner.load_state(checkpoint)
+        if self.parts.from_records is not None:
+            self.parts.from_records.load_state(checkpoint)
         restore_generator(self._shuffle, state.text("shuffle"))
         faults = state.fields("faults")
         vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})
@@ -224,7 +237,7 @@ class RolloutLearner(Learner):
 
     def _before_node(self, node: GraphNode) -> None:
         """Enter the memory phase of a node; before an update, a stop undoes the iteration, as within its rollout."""
-        if self._watch.is_to_stop() and not self.is_updating:
+        if self._callbacks.is_to_stop() and not self.is_updating:
             raise InterruptedError
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
@@ -242,7 +255,7 @@ class RolloutLearner(Learner):
             decodings = self.parts.rollouts.num_decodings
             waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs) * decodings
             chunks = waves * -(-config.evaluated.env.max_episode_steps // config.model.num_action_chunks)
-        self._watch.show_phase(name, chunks)
+        self._callbacks.show_phase(name, chunks)
 
     def _publish(self) -> None:
         if self._publisher is not None:
@@ -250,7 +263,7 @@ class RolloutLearner(Learner):
 
 
 @dataclass(frozen=True)
-class _Before:
+class _RollbackState:
     """What an iteration changes before its update, apart from the rollouts."""
 
     rng: dict[str, Any]

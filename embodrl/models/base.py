@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoadReport:
-    """How each name in a checkpoint was used.
+    """How a checkpoint's tensors and names were used.
 
     Attributes:
         source: directory or hub id.
-        num_loaded: tensors loaded.
-        missing: names that the model has and the checkpoint lacks.
-        unexpected: names that the checkpoint has and the model lacks.
+        num_loaded: number of loaded tensors.
+        missing: names in the model but not in the checkpoint.
+        unexpected: names in the checkpoint but not in the model.
         mismatched: ``(name, shape in checkpoint, shape in model)``.
-        aliased: checkpoint name -> model name, renamed on purpose.
-        ignored: checkpoint name -> why it is not used.
-        initialized: model name -> why it is not in the checkpoint (e.g. a new value head).
-        conventions: what prompts and actions follow -> which, and which file, dataset or setting says so.
-        has_checksums: the files were compared with the list that embodrl writes; False if there is no list.
-        adapters: of ``model.lora_path``.
+        aliased: checkpoint name -> model name, for intended renames.
+        ignored: checkpoint name -> reason it is unused.
+        initialized: model name -> reason it is not in the checkpoint (e.g. a new value head).
+        conventions: prompt or action convention -> its value and the file, dataset or setting that defines it.
+        has_checksums: whether files were checked against the checksum list that embodrl writes; False without a list.
+        adapters: adapters of ``model.lora_path``.
     """
 
     source: str
@@ -60,11 +60,7 @@ class LoadReport:
         return not (self.missing or self.unexpected or self.mismatched)
 
     def describe(self, limit: int | None = None) -> str:
-        """Return the whole report in words, one kind of name per line.
-
-        Args:
-            limit: at most this many names per kind; None lists all.
-        """
+        """Return a readable report, one kind of name per line; at most ``limit`` names per kind (None lists all)."""
         kinds: dict[str, list[str]] = {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -85,16 +81,7 @@ class LoadReport:
 
 
 def check_decoding(decoding: Decoding, offered: Sequence[Decoding], who: str) -> None:
-    """Refuse a decoding that is not offered.
-
-    Args:
-        decoding: that is wanted.
-        offered: by a policy or an engine.
-        who: its name, for the message.
-
-    Raises:
-        EmbodrlError: see above.
-    """
+    """Raise ``EmbodrlError`` unless a policy or engine, named ``who``, offers a decoding."""
     if decoding not in offered:
         raise EmbodrlError(
             f"{who} has no decoding '{decoding}': it has {', '.join(offered)}",
@@ -111,22 +98,22 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     TRAINABLE_HEAD: ("head_parameters",),
     CHECKPOINTING: ("enable_gradient_checkpointing",),
 }
-"""What a policy need not offer -> the methods of ``VLAPolicy`` that it has to define for it."""
+"""Optional policy feature -> the ``VLAPolicy`` methods that a policy must define to offer it."""
 
 
 class VLAPolicy(nn.Module, ABC):
     """A policy that maps camera images and an instruction to a chunk of actions.
 
-    RL needs ``preprocess``, ``predict_action_batch`` and ``evaluate_actions``. The other methods have a default: what
-    is right for most networks, or, for what is in ``OPTIONAL``, a refusal.
+    RL needs ``preprocess``, ``predict_action_batch`` and ``evaluate_actions``. The other methods have defaults that
+    suit most networks; the methods in ``OPTIONAL`` raise by default.
 
     Attributes:
         num_action_chunks: C.
         action_dim: A.
-        draws_by_row: ``predict_action_batch`` takes a RowGenerators as well.
-        decodings: what ``predict_action_batch`` can choose actions by; the first is that of main figures.
-        condition: what those who act say of the advantage with every instruction (``model.condition``).
-        seen_state_dim: S of the states that it has acted or learnt from; None if there were none in this process.
+        draws_by_row: ``predict_action_batch`` also accepts a RowGenerators.
+        decodings: supported ways to choose actions; the first is used for the main figures.
+        condition: advantage condition appended to every instruction at inference (``model.condition``).
+        seen_state_dim: S of the states seen so far in this process; None before the first.
     """
 
     num_action_chunks: int
@@ -138,7 +125,7 @@ class VLAPolicy(nn.Module, ABC):
 
     @property
     def action_horizon(self) -> int:
-        """Actions that imitation learns at once; a flow policy may predict more than the C that are run."""
+        """Number of actions that imitation learns at once; a flow policy may predict more than the C it executes."""
         return self.num_action_chunks
 
     @property
@@ -146,15 +133,14 @@ class VLAPolicy(nn.Module, ABC):
         return next(self.parameters()).device
 
     def check_instructions(self, instructions: Sequence[str], num_cameras: int) -> None:
-        """Refuse, on the meta device, an instruction whose prompt is too long; nothing where prompts have the state.
+        """Raise ``EmbodrlError`` for an instruction whose prompt is too long, on the meta device.
 
-        Raises:
-            EmbodrlError: see above.
+        Prompts that include the state are not checked.
         """
 
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return model inputs, batch first, of fixed shape; images stay uint8. On the policy's device."""
+        """Return model inputs on the policy's device: batch first, of fixed shape, images still uint8."""
 
     @abstractmethod
     def predict_action_batch(
@@ -165,20 +151,14 @@ class VLAPolicy(nn.Module, ABC):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable in ``eval`` mode.
+        """Choose a chunk of actions per row: sampled in ``train`` mode, the most probable in ``eval`` mode.
 
-        In ``mean`` mode it is nearest to the mean of the distribution; only some families have it, see ``decodings``.
-
-        Raises:
-            EmbodrlError: the family does not have the mode.
+        In ``mean`` mode the actions nearest to the mean of the distribution; raises ``EmbodrlError`` if ``decodings``
+        does not offer the mode.
         """
 
     def check_mode(self, mode: ActMode) -> None:
-        """Refuse a mode that ``decodings`` lacks.
-
-        Raises:
-            EmbodrlError: see above.
-        """
+        """Raise ``EmbodrlError`` unless ``decodings`` offers a mode."""
         check_decoding(next(name for name, one in MODES.items() if one == mode), self.decodings, type(self).__name__)
 
     def predict(
@@ -190,13 +170,13 @@ class VLAPolicy(nn.Module, ABC):
         """Choose the most probable chunk of actions, as for deployment.
 
         Args:
-            images: ``uint8[H,W,3]`` RGB of one camera, ``uint8[V,H,W,3]`` of V cameras in the order of
-                ``env.cameras``, or a batch ``uint8[B,V,H,W,3]``.
-            instruction: in words; B of them for a batch.
-            state: ``float32[S]`` or ``float32[B,S]`` proprioception, for policies that use it.
+            images: RGB ``uint8[H,W,3]`` of one camera, ``uint8[V,H,W,3]`` of V cameras in the order of ``env.cameras``,
+                or a batch ``uint8[B,V,H,W,3]``.
+            instruction: one instruction, or B for a batch.
+            state: proprioception ``float32[S]`` or ``float32[B,S]``, for policies that use it.
 
         Returns:
-            ``float32[C,A]`` actions in environment units, -1 to 1, to be executed in order; ``[B,C,A]`` for a batch.
+            Actions ``float32[C,A]`` (``[B,C,A]`` for a batch) in environment units, -1 to 1, in execution order.
         """
         is_batch = np.ndim(images) == 5
         pictures = np.asarray(images)
@@ -218,15 +198,12 @@ class VLAPolicy(nn.Module, ABC):
         return output.actions if is_batch else output.actions[0]
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> NDArray[np.float32]:
-        """Return the most probable chunks ``float32[B,C,A]`` that continue those that robots are in the midst of.
+        """Return the most probable chunks ``float32[B,C,A]`` that continue chunks in execution; only flow policies can.
 
         Args:
-            observation: ``[B]``.
-            prefix: what is left of those chunks.
-            guidance: largest weight of the pull towards the prefix.
-
-        Raises:
-            EmbodrlError: only flow policies can.
+            observation: observation of B robots.
+            prefix: remaining actions of the chunks in execution.
+            guidance: maximum weight of the pull towards the prefix.
         """
         del observation, prefix, guidance
         raise EmbodrlError(
@@ -237,12 +214,9 @@ class VLAPolicy(nn.Module, ABC):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """Return ``float32[B,1]`` or ``float32[B,C]`` values of observations, without gradients.
+        """Return values ``float32[B,1]`` or ``float32[B,C]``, without gradients; ``EmbodrlError`` without a critic.
 
-        By default those that come with the most probable actions; a family that need not choose any overrides it.
-
-        Raises:
-            EmbodrlError: the policy has no values.
+        By default computed along with the most probable actions; families that need no actions for it override this.
         """
         values = self.predict_action_batch(observation, "eval", SamplingParams()).values
         if values is None:
@@ -269,13 +243,9 @@ class VLAPolicy(nn.Module, ABC):
         raise not_offered(self, IMITATION)
 
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which values of demonstrations ``[N,A]``, in environment units, this policy can't learn to say.
+        """Return which ``actions [N,A]`` (environment units), at ``state [N,S]``, the policy can't learn to output.
 
-        A family with action statistics overrides it; by default all pass.
-
-        Args:
-            actions: ``[N,A]``.
-            state: ``[N,S]`` of the same frames.
+        By default none; families with action statistics override this.
         """
         return np.zeros(actions.shape, np.bool_)
 
@@ -284,10 +254,7 @@ class VLAPolicy(nn.Module, ABC):
         raise not_offered(self, IMITATION)
 
     def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the trainable parameters by group (see ``parts``), without empty groups.
-
-        A parameter that several parts share is in the group of the first, since no optimizer takes it twice.
-        """
+        """Return the non-empty groups of trainable parameters; one shared by ``parts`` is in the first group only."""
         groups: dict[str, list[nn.Parameter]] = {}
         known: set[int] = set()
         for name, part in self.parts().items():
@@ -296,14 +263,14 @@ class VLAPolicy(nn.Module, ABC):
         return {name: parameters for name, parameters in groups.items() if parameters}
 
     def parts(self) -> dict[str, nn.Module]:
-        """Return every part of the network by group: what ``model.trainable`` and learning rates tell apart.
+        """Return the network's parts by group, as ``model.trainable`` and learning rates address them.
 
         Token families have ``vision``, ``projector``, ``language``; flow families ``vision``, ``language``,
-        ``action_expert`` and, with Flow-Noise, ``noise_head``; both ``value_head`` where there is one. By default every
-        module that is an attribute of the policy, under the attribute's name.
+        ``action_expert`` and, with Flow-Noise, ``noise_head``; both have ``value_head`` if there is a critic. The
+        default is every module attribute of the policy, under its attribute name.
 
         Raises:
-            EmbodrlError: a parameter is in none of those modules, so that nothing would train it.
+            EmbodrlError: a parameter is outside of these modules, so nothing would train it.
         """
         if outside := [name for name, _ in self.named_parameters(recurse=False)]:
             raise EmbodrlError(
@@ -314,26 +281,23 @@ class VLAPolicy(nn.Module, ABC):
         return dict(self.named_children())
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the output layer, which are all that trains with ``model.trainable: head``."""
+        """Return the parameters of the output layer, the only ones that ``model.trainable: head`` trains."""
         raise not_offered(self, TRAINABLE_HEAD)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return parameters that exist for the checkpoint's sake and that no output depends on; by default none."""
+        """Return parameters that exist only for checkpoint compatibility and affect no output; by default none."""
         return []
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
-        """Return modules and how many positions of one row each is applied to, for `embodrl plan`; others count as 1.
-
-        Prompts count at their greatest length; a later entry overrides what an earlier one says of the same module.
-        """
+        """Return modules and their positions per row at maximum prompt length, for `embodrl plan`; others count 1."""
         return []
 
     def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
-        """Return layers, numbers per key and positions of what is cached while a row is decided; zeros for nothing."""
+        """Return layers, numbers per key, and positions of the cache used to decide a row; zeros without a cache."""
         return 0, 0, 0
 
     def chosen_bytes(self, num_cameras: int) -> int:
-        """Return the bytes that a rollout keeps of a chunk besides its inputs: by default tokens and log-probs."""
+        """Return the bytes that a rollout stores per chunk besides its inputs; by default tokens and log-probs."""
         return (torch.int64.itemsize + torch.float32.itemsize) * self.num_action_chunks * self.action_dim
 
     def enable_gradient_checkpointing(self) -> None:
@@ -341,16 +305,15 @@ class VLAPolicy(nn.Module, ABC):
         raise not_offered(self, CHECKPOINTING)
 
     def public_name(self, module: str) -> str:
-        """Return what public checkpoints call a module of the network ``self.model``."""
+        """Return the public checkpoint name of a module of ``self.model``."""
         return module
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics).
+        """Write the policy in its family's public layout (config, safetensors, tokenizer, statistics).
 
-        By default config.json, which names the class, and all weights under their names in it, adapters merged:
-        ``checkpoint.load_strict`` reads them. Implementations write through ``storage.atomic.atomic_directory``:
-        callers rely on it that the directory appears, or is replaced, as a whole, and that failures of the disk are
-        ``OutputError``.
+        The default writes a config.json that names the class, and all weights with adapters merged, for
+        ``checkpoint.load_strict``. Overrides must write through ``storage.atomic.atomic_directory``: callers rely on
+        atomic replacement of the directory and on disk failures being ``OutputError``.
         """
         from embodrl.models.common import checkpoint
         from embodrl.models.common.lora import merged_state_dict
@@ -360,17 +323,14 @@ class VLAPolicy(nn.Module, ABC):
             checkpoint.write_json(staging / checkpoint.CONFIG_FILE, {"architectures": [type(self).__name__]})
 
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
-        """Write the policy in lerobot's layout, with its processor files.
+        """Write the policy in lerobot's layout, with its processor files; return notes on how it behaves in lerobot.
 
         Args:
-            directory: a new one.
-            cameras: names of the pictures, in the order of ``env.cameras``.
-
-        Returns:
-            what the user has to know about how it acts there.
+            directory: new directory.
+            cameras: image names in the order of ``env.cameras``.
 
         Raises:
-            EmbodrlError: lerobot has no such family, or no way to say how the policy acts.
+            EmbodrlError: lerobot lacks the family, or can't express how the policy acts.
             OutputError: the directory can't be written.
         """
         raise EmbodrlError(
@@ -381,66 +341,53 @@ class VLAPolicy(nn.Module, ABC):
 
 
 def lacking(policy: VLAPolicy, feature: str) -> list[str]:
-    """Return the methods that a policy would have to define to offer a feature of ``OPTIONAL``."""
+    """Return the methods that a policy still has to define to offer a feature of ``OPTIONAL``."""
     return [name for name in OPTIONAL[feature] if getattr(type(policy), name) is getattr(VLAPolicy, name)]
 
 
 def require(policy: VLAPolicy, feature: str, asked_by: str = "") -> None:
-    """Refuse a policy that does not offer a feature, before anything begins.
+    """Raise ``EmbodrlError`` if a policy lacks a feature of ``OPTIONAL``, before any work starts.
 
-    Args:
-        policy: of any family.
-        feature: of ``OPTIONAL``.
-        asked_by: the setting or command that needs it; "" for the feature itself.
-
-    Raises:
-        EmbodrlError: see above.
+    ``asked_by`` is the setting or command that needs the feature; "" for the feature itself.
     """
     if lacking(policy, feature):
         raise not_offered(policy, feature, asked_by)
 
 
 def not_offered(policy: VLAPolicy, feature: str, asked_by: str = "") -> EmbodrlError:
-    """Return the error of what needs a feature of ``OPTIONAL`` that a policy does not offer; see ``require``."""
+    """Return the error that ``require`` raises."""
     methods = " and ".join(lacking(policy, feature) or OPTIONAL[feature])
     return EmbodrlError(
         f"{asked_by or feature} needs {methods}, which {type(policy).__name__} does not define",
-        "define what is missing, as embodrl.VLAPolicy describes it, or leave out what asks for it",
+        "define the missing methods as embodrl.VLAPolicy describes them, or remove the setting that needs them",
         code="policy-lacks-feature",
     )
 
 
 class OffPolicyActor(ABC):
-    """What a policy offers to off-policy algorithms besides ``VLAPolicy``: re-parameterised actions.
-
-    Families whose spec says ``off_policy`` derive from it.
-    """
+    """Re-parameterised actions for off-policy algorithms; base class of families whose spec sets ``off_policy``."""
 
     @property
     @abstractmethod
     def feature_dim(self) -> int:
-        """F: what ``features`` returns."""
+        """F, the size of ``features``."""
 
     @property
     @abstractmethod
     def chunk_shape(self) -> tuple[int, int]:
-        """What ``sample_chunk`` returns of a row: as a rule C and A."""
+        """Shape of a row of ``sample_chunk``, normally (C, A)."""
 
     @abstractmethod
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return what critics see, ``float32[B,F]``, of what ``preprocess`` returned; with gradients."""
+        """Return critic inputs ``float32[B,F]`` from the output of ``preprocess``, with gradients."""
 
     @abstractmethod
     def encoder_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters behind ``features``, which the loss of the critics trains and the actor's does not."""
+        """Return the parameters behind ``features``; the critic loss trains them, the actor loss does not."""
 
     @abstractmethod
     def sample_chunk(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Return actions ``float32[B,C,A]`` in environment units and log-probs of whole chunks ``float32[B]``.
+        """Return actions ``float32[B,C,A]`` in environment units and chunk log-probs ``float32[B]``, with gradients.
 
-        Both have gradients.
-
-        Args:
-            features: ``float32[B,F]``.
-            noise: standard normal, ``float32[B,C,A]``; the same noise gives the same actions.
+        ``noise`` is standard normal ``float32[B,C,A]``; equal noise gives equal actions.
         """

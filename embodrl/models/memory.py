@@ -1,4 +1,4 @@
-"""Memory of what a policy trains with: weights, gradients and AdamW's moments, counted from shapes."""
+"""Training memory of a policy: weights, gradients and AdamW's moments, computed from shapes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ FLOAT32_BYTES = 4
 def state_memory(
     policy: VLAPolicy, compute_dtype: torch.dtype = torch.float32, master_weights: bool = True
 ) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer; nothing is allocated.
+    """Return the bytes of weights, gradients and optimizer state; nothing is allocated.
 
-    Args:
-        policy: with ``requires_grad`` set as it will train.
-        compute_dtype: of the forward pass.
-        master_weights: weights in half precision that train have a float32 copy.
+    ``policy`` has ``requires_grad`` set as for training; with ``master_weights`` trainable half-precision weights have
+    a float32 copy.
     """
     trained = [p for group in policy.trainable_groups().values() for p in group]
     weights = sum(_bytes(tensor) for tensor in (*policy.parameters(), *policy.buffers()))

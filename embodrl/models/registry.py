@@ -18,7 +18,6 @@ FAMILIES = {
     "openvla": "embodrl.models.openvla.spec:SPEC",
     "gaussian": "embodrl.models.gaussian.spec:SPEC",
     "gr00t": "embodrl.models.gr00t.spec:SPEC",
-    "gr00t_n1_6": "embodrl.models.gr00t.spec:N1_6",
     "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
     "lerobot": "embodrl.models.lerobot_policy.spec:SPEC",
     "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
@@ -28,16 +27,15 @@ FAMILIES = {
     "remote": "embodrl.models.remote_policy.spec:SPEC",
     "smolvla": "embodrl.models.smolvla.spec:SPEC",
 }
-"""The built-in model families: name -> where their specs are."""
+"""Built-in model families: name -> location of the spec."""
 ACTORS = {name: f"embodrl.models.small_actors.spec:{name.upper()}" for name in ("dsrl", "residual", "rlt")}
-"""The built-in small actors."""
+"""Built-in small actors."""
 
 
 class SupportedModel(RegisteredName):
-    """The name of a registered model family: ``SupportedModel("openvla")``, ``SupportedModel.OPENVLA``, ``members()``.
+    """Name of a registered model family: ``SupportedModel("openvla")``, ``SupportedModel.OPENVLA``, ``members()``.
 
-    Raises:
-        UnknownNameError: the name is not registered; lists the known ones and the nearest.
+    Raises ``UnknownNameError``, with the known names and the nearest, for others.
     """
 
     __slots__ = ()
@@ -49,7 +47,6 @@ class SupportedModel(RegisteredName):
     PI05: ClassVar[SupportedModel]
     PI0_FAST: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
-    GR00T_N1_6: ClassVar[SupportedModel]
     GR00T_N1_7: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
     GAUSSIAN: ClassVar[SupportedModel]
@@ -58,15 +55,15 @@ class SupportedModel(RegisteredName):
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:
-        """Add a model family, from a module that ``extensions`` or an entry point names.
+        """Register a model family, from a module named by ``extensions`` or an entry point.
 
         Args:
-            name: for ``model.model_type``.
+            name: value of ``model.model_type``.
             builder: ``module:function``, imported on first use, or the function itself, called as
                 ``builder(config, device=..., dtype=..., seed=...)``; returns a policy and a load report.
             description: one line for ``embodrl list models``.
-            facts: what validation and ``embodrl list models`` should know: attributes of ``ModelSpec``, among them
-                ``settings``, a class derived from ``embodrl.config.schema.ModelConfig``, or ``module:Class``.
+            facts: attributes of ``ModelSpec`` for validation and ``embodrl list models``, among them ``settings``, a
+                class derived from ``embodrl.config.schema.ModelConfig``, or ``module:Class``.
 
         Raises:
             EmbodrlError: the name is taken, or a fact is unknown or invalid.
@@ -81,22 +78,23 @@ for _name in SupportedModel.registry.builtin:
 def build_policy(
     config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[VLAPolicy, LoadReport]:
-    """Build the policy of ``config.model_type``.
+    """Build the policy of ``config.model_type`` and return it with its load report.
+
+    With ``model_path``, a checkpoint in a public layout of the family, from a directory or the Hugging Face hub.
+    Without, the dimensions of the family's section and the weights of ``warm_start``; random weights depend only on
+    ``seed`` and ``device``.
 
     Args:
-        config: the section ``model``.
-        device: where the policy lives.
-        dtype: of its weights; value and noise heads are always float32.
-        seed: of weights that come from no checkpoint.
-
-    Returns:
-        The policy, and how the checkpoint was loaded.
+        config: section ``model``.
+        device: device of the policy.
+        dtype: dtype of its weights; value and noise heads are always float32.
+        seed: seed of weights that come from no checkpoint.
 
     Raises:
         UnknownNameError: no such model family.
-        CheckpointError: there is no such checkpoint, or it does not fit.
-        EmbodrlError: ``model.trainable`` or ``model.lora`` asks for what the policy does not have; the builder's module
-            is missing; or the policy lacks methods of ``VLAPolicy``.
+        CheckpointError: no such checkpoint, or it does not fit.
+        EmbodrlError: the policy lacks a part that ``model.trainable`` or ``model.lora`` names, or methods of
+            ``VLAPolicy``; or the builder's module is missing.
     """
     from embodrl.models.base import VLAPolicy
     from embodrl.models.common.lora import continue_adapters

@@ -46,11 +46,11 @@ def dagger(config: Config) -> Pipeline:
 
 def offline(config: Config) -> Pipeline:
     """Learn from a dataset; no rollouts."""
-    return _chain("offline", "dataset", "train", "sync", train="train_offline")
+    return _chain("offline", "train", "sync", train="train_offline")
 
 
 def _chain(name: str, *nodes: str, **functions: str) -> Pipeline:
-    """Return a pipeline of nodes, each with the output of the one before; functions are called as nodes by default."""
+    """Return a pipeline of nodes, each after the one before; functions are called as nodes by default."""
     pipeline = Pipeline(name)
     before: tuple[str, ...] = ()
     for node in nodes:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,8 +14,7 @@ from embodrl.errors import EmbodrlError, PipelineProblem
 from embodrl.names import import_function, nearest
 
 ROLES: dict[str, str] = {
-    "rollout": "gathers experience; exactly one, or a dataset",
-    "dataset": "stands for recorded experience; goes with an offline algorithm.loss_type",
+    "rollout": "gathers experience; exactly one, or none with an offline algorithm.loss_type",
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
     "reward": "judges episodes; goes with reward.fn, reward.model and algorithm.srpo.enabled",
     "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
@@ -31,7 +30,8 @@ ROLES: dict[str, str] = {
 ENDS = ("train", "sync", "sink")
 """Roles of nodes that no other node has to depend on."""
 CHANGES = ("store", "train")
-"""Roles of nodes that change what the run has learned from and what it has learned: they can't be undone."""
+"""Roles of nodes that change what the run has learned from and what it has learned: they can't be undone. They give no
+output: who names them in ``deps`` comes after them, and gets nothing from them."""
 RESERVED_NAMES = ("env", "policy", "total", "eval")
 """Names whose times are metrics with another meaning."""
 
@@ -45,6 +45,11 @@ class NodeSpec:
     deps: tuple[str, ...]
     role: str
     retries: int
+
+
+def inputs_of(deps: tuple[str, ...], roles: Mapping[str, str]) -> tuple[str, ...]:
+    """Return those of the nodes in ``deps`` that give an output."""
+    return tuple(name for name in deps if roles.get(name) not in CHANGES)
 
 
 def resolve(fn: Callable[..., object] | str) -> tuple[Callable[..., object], str]:
@@ -84,7 +89,8 @@ def sorted_names(specs: list[NodeSpec]) -> list[str]:
 
 def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
     """Return all that is wrong with the nodes of a pipeline."""
-    problems = [problem for spec in specs for problem in _check_node(spec)]
+    roles = {spec.name: spec.role for spec in specs}
+    problems = [problem for spec in specs for problem in _check_node(spec, roles)]
     sound = [spec for spec in specs if not isinstance(spec.deps, str)]
     links = [*_missing(sound), *_cycles(sound)]
     problems += [*links, *_unused(sound), *_needed_roles(specs)]
@@ -93,7 +99,7 @@ def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
     return problems
 
 
-def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
+def _check_node(spec: NodeSpec, roles: Mapping[str, str]) -> Iterator[PipelineProblem]:
     """Yield what is wrong with a node, whatever the others."""
     yield from _check_name(spec)
     if isinstance(spec.deps, str):
@@ -111,7 +117,7 @@ def _check_node(spec: NodeSpec) -> Iterator[PipelineProblem]:
         yield PipelineProblem(spec.name, error.message, error.hint or "correct the name", error.code)
     else:
         if not isinstance(spec.deps, str):
-            yield from _check_signature(spec, fn, label)
+            yield from _check_signature(spec.name, inputs_of(spec.deps, roles), fn, label)
 
 
 def _check_name(spec: NodeSpec) -> Iterator[PipelineProblem]:
@@ -144,28 +150,30 @@ def _check_role(spec: NodeSpec) -> Iterator[PipelineProblem]:
         yield PipelineProblem(spec.name, message, "set its retries to 0", code="pipeline-retries")
 
 
-def _check_signature(spec: NodeSpec, fn: Callable[..., object], label: str) -> Iterator[PipelineProblem]:
+def _check_signature(
+    node: str, inputs: tuple[str, ...], fn: Callable[..., object], label: str
+) -> Iterator[PipelineProblem]:
     call = type(fn).__call__ if not inspect.isroutine(fn) else fn
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(kind(fn) or kind(call) for kind in kinds):
         message = f"{label} is a coroutine or a generator, which is never awaited"
         yield PipelineProblem(
-            spec.name, message, "write a plain function; it may call asyncio.run", code="pipeline-fn-coroutine"
+            node, message, "write a plain function; it may call asyncio.run", code="pipeline-fn-coroutine"
         )
         return
-    wanted = f"(context{''.join(f', {name}' for name in spec.deps)})"
+    wanted = f"(context{''.join(f', {name}' for name in inputs)})"
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         message = f"the parameters of {label} can't be read"
-        yield PipelineProblem(spec.name, message, f"wrap it in a function of {wanted}", code="pipeline-fn-signature")
+        yield PipelineProblem(node, message, f"wrap it in a function of {wanted}", code="pipeline-fn-signature")
         return
     try:
-        signature.bind(*range(1 + len(spec.deps)))
+        signature.bind(*range(1 + len(inputs)))
     except TypeError:
         message = f"{label}{signature} can't be called with {wanted}"
-        hint = "one positional parameter for the context, and one for each of deps"
-        yield PipelineProblem(spec.name, message, hint, code="pipeline-fn-signature")
+        hint = "one positional parameter for the context, and one for each of deps that gives an output"
+        yield PipelineProblem(node, message, hint, code="pipeline-fn-signature")
 
 
 def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
@@ -238,11 +246,9 @@ def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
         yield PipelineProblem(
             name, message, "raise algorithm.rollout_epoch for more of them per update", code="pipeline-role-twice"
         )
-    for role in ("rollout", "sync"):
-        stand_ins = {"rollout": ("rollout", "dataset")}.get(role, (role,))
-        if all(spec.role not in stand_ins for spec in specs):
-            hint = f"add one, e.g. embodrl.pipelines.nodes:{role}"
-            yield PipelineProblem("", f"no node has the role '{role}'", hint, code="pipeline-role-missing")
+    if all(spec.role != "sync" for spec in specs):
+        hint = "add one, e.g. embodrl.pipelines.nodes:sync"
+        yield PipelineProblem("", "no node has the role 'sync'", hint, code="pipeline-role-missing")
 
 
 def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
@@ -252,7 +258,7 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     if train is None:
         return
     for spec in specs:
-        if spec.role in ("rollout", "dataset", "dynamic_sampling", "store") and spec.name not in upstream(train, deps):
+        if spec.role in ("rollout", "dynamic_sampling", "store") and spec.name not in upstream(train, deps):
             message = f"'{train}', which trains, does not depend on it"
             yield PipelineProblem(spec.name, message, f"connect its output to '{train}'", code="pipeline-disconnected")
         elif spec.role == "sync" and train not in upstream(spec.name, deps):

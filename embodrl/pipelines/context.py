@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from embodrl.config.schema import Config
 from embodrl.errors import PipelineError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
-    from embodrl.data.imitation import DemoDraws
+    from embodrl.algorithms.advantages import Advantages
+    from embodrl.data.batch import Batch
     from embodrl.data.offline import OfflineData
     from embodrl.data.replay import ReplayStores
+    from embodrl.data.trajectory import TrajectoryBatch
     from embodrl.hybrid_engines.base import TrainEngine
-    from embodrl.learners.records import RecordLearner
     from embodrl.workers.collector import Collector
     from embodrl.workers.reward import RewardWorker
+
+
+class LearnsFromRollouts(Protocol):
+    """Updates by rollouts; ``learners.on_policy.OnPolicyUpdate``, which documents the methods."""
+
+    def update(
+        self,
+        batch: TrajectoryBatch,
+        advantages: Advantages,
+        generator: torch.Generator,
+        demos: Iterator[Batch] | list[Batch] | None = None,
+    ) -> dict[str, float]: ...
+    def proximal(self, batch: TrajectoryBatch, every_chunk: bool = False) -> tuple[Tensor, Tensor | None]: ...
+    def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor: ...
+
+
+class Imitated(Protocol):
+    """Demonstrations; ``learners.on_policy.Demonstrations``, which documents the method."""
+
+    def draws(self, batch: TrajectoryBatch, advantages: Advantages) -> Iterator[Batch]: ...
+
+
+class LearnsFromRecords(Protocol):
+    """Updates by what is recorded; ``learners.records.ReplayUpdater``, which documents the method."""
+
+    def learn(self, generator: torch.Generator) -> dict[str, float | None]: ...
 
 
 @dataclass(frozen=True)
@@ -27,12 +56,15 @@ class PipelineContext:
     Attributes:
         config: the run.
         iteration: updates done so far.
-        engine: trains, and knows the reference policy.
+        engine: holds the weights that train.
         rollout: gathers experience.
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
-        replay: of off-policy and offline runs; see ``stores`` and ``dataset``. Of others what draws demonstrations.
-        record_learner: of off-policy and offline runs; see ``learn``.
+        on_policy: of runs that learn from rollouts; see ``updates``.
+        imitated: what updates by rollouts imitate in addition.
+        from_records: of off-policy and offline runs; see ``learn``.
+        replay: of off-policy runs; see ``stores``.
+        recorded: of offline runs; see ``dataset``.
     """
 
     config: Config
@@ -41,8 +73,26 @@ class PipelineContext:
     rollout: Collector
     rewards: RewardWorker
     shuffle: torch.Generator
-    replay: ReplayStores | OfflineData | DemoDraws | None = None
-    record_learner: RecordLearner | None = None
+    on_policy: LearnsFromRollouts | None = None
+    imitated: Imitated | None = None
+    from_records: LearnsFromRecords | None = None
+    replay: ReplayStores | None = None
+    recorded: OfflineData | None = None
+
+    @property
+    def updates(self) -> LearnsFromRollouts:
+        """What learns from rollouts.
+
+        Raises:
+            PipelineError: ``algorithm.loss_type`` learns from records.
+        """
+        if self.on_policy is None:
+            raise PipelineError(
+                "the run does not learn from its rollouts alone",
+                "set algorithm.loss_type to an on-policy loss",
+                code="rollouts-unused",
+            )
+        return self.on_policy
 
     def learn(self) -> dict[str, float | None]:
         """Update the weights by what is recorded; return metrics.
@@ -50,13 +100,13 @@ class PipelineContext:
         Raises:
             PipelineError: ``algorithm.loss_type`` learns from rollouts.
         """
-        if self.record_learner is None:
+        if self.from_records is None:
             raise PipelineError(
                 "the run has no records to learn from",
                 "set algorithm.loss_type to an off-policy or offline loss",
                 code="records-missing",
             )
-        return self.record_learner.learn(self.shuffle)
+        return self.from_records.learn(self.shuffle)
 
     @property
     def stores(self) -> ReplayStores:
@@ -65,9 +115,7 @@ class PipelineContext:
         Raises:
             PipelineError: ``algorithm.loss_type`` is not off-policy.
         """
-        from embodrl.data.replay import ReplayStores
-
-        if not isinstance(self.replay, ReplayStores):
+        if self.replay is None:
             raise PipelineError(
                 "the run has no replay buffer", "set algorithm.loss_type to an off-policy loss", code="replay-missing"
             )
@@ -80,10 +128,8 @@ class PipelineContext:
         Raises:
             PipelineError: ``algorithm.loss_type`` is not offline.
         """
-        from embodrl.data.offline import OfflineData
-
-        if not isinstance(self.replay, OfflineData):
+        if self.recorded is None:
             raise PipelineError(
                 "the run has no dataset", "set algorithm.loss_type to an offline loss", code="dataset-missing"
             )
-        return self.replay
+        return self.recorded

@@ -9,15 +9,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_location
-from embodrl.names import exits_named
-from embodrl.pipelines.checks import CHANGES, NodeSpec, check_nodes, resolve, sorted_names, upstream
+from embodrl.pipelines.checks import CHANGES, NodeSpec, check_nodes, inputs_of, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
 from embodrl.processes.trace import record
+from embodrl.user_code import guard_user_code
 
 if TYPE_CHECKING:
     from embodrl.pipelines.context import PipelineContext
@@ -33,9 +33,11 @@ class GraphNode:
 
     Attributes:
         name: unique; its time is the metric ``time/<name>_s``.
-        fn: ``fn(context, *outputs) -> value | (value, metrics) | None``, with an output for each of ``deps``.
+        fn: ``fn(context, *outputs) -> value | (value, metrics) | None``, with an output for each of ``inputs``; of a
+            node that stores or trains ``-> metrics | None``.
         label: ``module:function`` of it.
-        deps: names of the nodes whose outputs it gets, in this order.
+        deps: names of the nodes that it comes after.
+        inputs: those of them whose outputs it gets, in this order.
         role: what it is to the loop, one of ``checks.ROLES``.
         retries: further attempts after it has raised.
     """
@@ -44,6 +46,7 @@ class GraphNode:
     fn: Callable[..., object]
     label: str
     deps: tuple[str, ...]
+    inputs: tuple[str, ...]
     role: str
     retries: int
 
@@ -86,7 +89,7 @@ class Pipeline:
             fn: a function, or ``module:function``. It gets the context and the outputs of ``deps``, and returns a
                 value, a pair of a value and a dictionary of metrics, or None. Batches among its inputs are shallow
                 copies: it may replace columns, but must not write into tensors.
-            deps: nodes that come before.
+            deps: nodes that come before. Those that store or train give no output, and only come before.
             role: one of ``checks.ROLES``.
             retries: further attempts after it has raised. An attempt begins with fresh copies of the inputs, but what
                 it did to the context stays done.
@@ -120,7 +123,8 @@ class Pipeline:
             count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
             raise PipelineError(f"the pipeline '{self.name}' has {count}:", problems=tuple(problems))
         specs = [self._specs[name] for name in sorted_names(list(self._specs.values()))]
-        nodes = [GraphNode(s.name, *resolve(s.fn), s.deps, s.role, s.retries) for s in specs]
+        roles = self.roles
+        nodes = [GraphNode(s.name, *resolve(s.fn), s.deps, inputs_of(s.deps, roles), s.role, s.retries) for s in specs]
         return Graph(self.name, tuple(nodes))
 
 
@@ -155,8 +159,7 @@ class Graph:
             PipelineError: a node raised anything else, was interrupted once training had begun, or returned metrics
                 that are none.
         """
-        waiting = Counter(name for node in self.nodes for name in set(node.deps))
-        outputs: dict[str, object] = {}
+        outputs = _Outputs(self.nodes)
         metrics: Metrics = {}
         may_stop = True
         retries = 0
@@ -165,45 +168,47 @@ class Graph:
                 on_node(node)
             may_stop = may_stop and node.role not in CHANGES
             clock = time.perf_counter()
-            result, failed = self._attempt(node, context, [outputs[name] for name in node.deps], may_stop)
+            inputs = outputs.of(node)
+            attempts = 0
+            while True:
+                try:
+                    with _guarded(node):
+                        result = node.fn(context, *map(shared, inputs))
+                    break
+                except Exception as error:  # noqa: BLE001  a user's node may raise anything
+                    attempts += 1
+                    self._tried(node, inputs, error, attempts, may_stop)
             value, found = self._outcome(node, result)
-            metrics |= found
             now = time.perf_counter()
-            metrics[f"time/{node.name}_s"] = now - clock
+            metrics |= found | {f"time/{node.name}_s": now - clock}
             record(node.name, clock, now)
-            retries += failed
-            if waiting[node.name]:
-                outputs[node.name] = value
-            for name in set(node.deps):
-                waiting[name] -= 1
-                if not waiting[name]:
-                    del outputs[name]
-            del result, value
+            retries += attempts
+            outputs.add(node, value)
+            del inputs, result, value
         return metrics | ({RETRIES: float(retries)} if any(node.retries for node in self.nodes) else {})
 
-    def _attempt(
-        self, node: GraphNode, context: PipelineContext, inputs: Sequence[object], may_stop: bool
-    ) -> tuple[object, int]:
-        """Return what a node returned, and how many attempts had failed before."""
-        for attempt in range(node.retries + 1):
-            try:
-                with nullcontext() if node.label.startswith("embodrl.") else exits_named(node.label):
-                    return node.fn(context, *map(shared, inputs)), attempt
-            except Exception as error:  # a user's node may raise anything; tried again, or raised as NodeError
-                interrupted = isinstance(error, InterruptedError)
-                if interrupted and may_stop:
-                    raise
-                if interrupted or attempt == node.retries:
-                    raise self._failure(node, inputs, error, attempt + 1) from error
-                of = f"attempt {attempt + 1} of {node.retries + 1}"
-                logger.warning("node '%s' failed (%s): %s: %s", node.name, of, type(error).__name__, error)
-        raise AssertionError("a node has at least one attempt")
+    def _tried(
+        self, node: GraphNode, inputs: Sequence[object], error: Exception, attempts: int, may_stop: bool
+    ) -> None:
+        """Return if a node that has raised may be tried again.
+
+        Raises:
+            InterruptedError: it was interrupted, and nothing has been learned.
+            EmbodrlError: it may not; see ``run``.
+        """
+        interrupted = isinstance(error, InterruptedError)
+        if interrupted and may_stop:
+            raise error
+        if interrupted or attempts > node.retries:
+            raise self._failure(node, inputs, error, attempts) from error
+        of = f"attempt {attempts} of {node.retries + 1}"
+        logger.warning("node '%s' failed (%s): %s: %s", node.name, of, type(error).__name__, error)
 
     def _failure(self, node: GraphNode, inputs: Sequence[object], error: Exception, attempts: int) -> EmbodrlError:
         """Return the error of a node with its name, its inputs, and the cause."""
         where = f"in node '{node.name}' ({node.label}) of the pipeline '{self.name}'"
         where += f", after {attempts} attempts" if attempts > 1 else ""
-        pairs = [f"\n    {name}: {described(value)}" for name, value in zip(node.deps, inputs, strict=True)]
+        pairs = [f"\n    {name}: {described(value)}" for name, value in zip(node.inputs, inputs, strict=True)]
         text = f"{where}{', which got' if pairs else ''}{''.join(pairs)}"
         place = user_location(error)
         if isinstance(error, EmbodrlError):
@@ -218,6 +223,8 @@ class Graph:
         return PipelineError(f"{type(error).__name__}: {error}{at}\n  {where}", hint, code="pipeline-node-raised")
 
     def _outcome(self, node: GraphNode, result: object) -> tuple[object, Metrics]:
+        if node.role in CHANGES and isinstance(result, dict):
+            result = None, cast(dict[str, object], result)
         try:
             return outcome_of(result)
         except TypeError as error:
@@ -225,3 +232,33 @@ class Graph:
             raise PipelineError(
                 message, "return value, (value, {name: number}) or None", code="pipeline-node-result"
             ) from error
+
+
+class _Outputs:
+    """Outputs of nodes, each kept until the last node that it is an input of has run.
+
+    Args:
+        nodes: in the order in which they run.
+    """
+
+    def __init__(self, nodes: Sequence[GraphNode]) -> None:
+        self._waiting = Counter(name for node in nodes for name in node.inputs)
+        self._kept: dict[str, object] = {}
+
+    def of(self, node: GraphNode) -> list[object]:
+        """Return the inputs of a node, of which those go that no later node needs."""
+        found = [self._kept[name] for name in node.inputs]
+        for name in node.inputs:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._kept[name]
+        return found
+
+    def add(self, node: GraphNode, value: object) -> None:
+        """Keep the output of a node, if another one needs it."""
+        if self._waiting[node.name]:
+            self._kept[node.name] = value
+
+
+def _guarded(node: GraphNode) -> AbstractContextManager[object]:
+    return nullcontext() if node.label.startswith("embodrl.") else guard_user_code(node.label)

@@ -37,7 +37,7 @@ def reward(context: PipelineContext, batch: TrajectoryBatch) -> tuple[Trajectory
 
 def reference(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatch:
     """Add the log-probs of the policy that the run began with."""
-    batch.ref_logprobs = context.engine.reference_logprobs(batch, context.config.algorithm)
+    batch.ref_logprobs = context.updates.reference_logprobs(batch)
     return batch
 
 
@@ -45,8 +45,7 @@ def proximal(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatc
     """Add the log-probs, and with decoupled PPO put in the values, of the weights that this update begins with."""
     from embodrl.algorithms.decoupled import set_proximal
 
-    config = context.config
-    set_proximal(batch, *context.engine.proximal(batch, config.algorithm, config.recomputes_logprobs))
+    set_proximal(batch, *context.updates.proximal(batch, context.config.recomputes_logprobs))
     return batch
 
 
@@ -57,12 +56,13 @@ def advantage(context: PipelineContext, batch: TrajectoryBatch) -> Advantages:
     return compute_advantages(batch, context.config.algorithm)
 
 
-def train(context: PipelineContext, batch: TrajectoryBatch, advantages: Advantages) -> tuple[None, Metrics]:
+def train(context: PipelineContext, batch: TrajectoryBatch, advantages: Advantages) -> Metrics:
     """Update the weights."""
-    return None, {**context.engine.update(batch, advantages, context.config.algorithm, context.shuffle)}
+    demos = None if context.imitated is None else context.imitated.draws(batch, advantages)
+    return {**context.updates.update(batch, advantages, context.shuffle, demos)}
 
 
-def store(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None, Metrics]:
+def store(context: PipelineContext, batch: TrajectoryBatch) -> Metrics:
     """Add the chunks of a rollout to the replay buffer, and those of an expert or a person to the demonstrations."""
     from embodrl.data.replay import POLICY
 
@@ -73,10 +73,10 @@ def store(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None, Metri
     if stores.interventions and stores.demos is not None:
         by_expert = batch["source"][batch.valid.any(-1)] != POLICY
         metrics |= {"replay/expert_share": float(by_expert.float().mean()), "replay/demos": len(stores.demos)}
-    return None, metrics
+    return metrics
 
 
-def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None, Metrics]:
+def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> Metrics:
     """Add what the experts labelled in a rollout to the replay buffer."""
     from embodrl.data.replay import EXPERT, labelled_frames
 
@@ -85,7 +85,7 @@ def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None
     online.add_frames(frames)
     acts = batch["expert"]["source"] == EXPERT
     valid = batch.valid.any(-1)
-    return None, {
+    return {
         "dagger/labels": online.stored,
         "dagger/expert_share": float(acts[valid].float().mean()),
         "replay/size": len(online),
@@ -93,21 +93,16 @@ def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None
     }
 
 
-def train_off_policy(context: PipelineContext, stored: None) -> tuple[None, Metrics]:
+def train_off_policy(context: PipelineContext) -> Metrics:
     """Update the policy, and its critics if it has some, on batches drawn from the replay buffer."""
-    return None, {**context.learn()}
+    return context.learn()
 
 
-def dataset(context: PipelineContext) -> tuple[None, Metrics]:
-    """Stand where others roll out: what is learned from is recorded, and nothing is simulated for it."""
-    return None, {"env_steps": 0}
+def train_offline(context: PipelineContext) -> Metrics:
+    """Update the policy, and critics if there are some, on batches drawn from the dataset; nothing is simulated."""
+    return {"env_steps": 0} | context.learn()
 
 
-def train_offline(context: PipelineContext, recorded: None) -> tuple[None, Metrics]:
-    """Update the policy, and critics if there are some, on batches drawn from the dataset."""
-    return None, {**context.learn()}
-
-
-def sync(context: PipelineContext, trained: None) -> None:
+def sync(context: PipelineContext) -> None:
     """Hand the new weights, and their version, to the rollout."""
     context.rollout.update_weights(context.engine.weights(), context.engine.version)

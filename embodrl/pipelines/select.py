@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from embodrl.config.rules.base import Context, Finding, Rule
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
-from embodrl.names import exits_named, import_function
+from embodrl.names import import_function
 from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.rule_set import Finding, Rule
 from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
+from embodrl.user_code import guard_user_code
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,17 @@ NEEDS = (
         True,
     ),
     Need(
-        "dataset",
-        "an offline algorithm.loss_type",
-        _offline,
-        "algorithm.loss_type=actor_critic",
+        "rollout",
+        "an algorithm.loss_type that is not offline",
+        lambda c: not _offline(c),
+        "algorithm.loss_type=iql",
         True,
     ),
     Need("reward", "reward.fn", lambda c: c.reward.fn is not None, "reward.fn=null", False),
     Need(
         "reward",
         "reward.model",
-        lambda c: c.reward.model is not None and not _offline(c),  # whose dataset it pays
+        lambda c: c.reward.model is not None and not _offline(c),  # offline: the dataset has the rewards
         "reward.model=null",
         False,
     ),
@@ -127,7 +129,7 @@ def make_pipeline(config: Config) -> Pipeline:
         return PIPELINES.get(config.pipeline.name or default_name(config))(config)
     function = import_function(path)
     try:
-        with exits_named(path):
+        with guard_user_code(path):
             made = function(config)
     except EmbodrlError:
         raise

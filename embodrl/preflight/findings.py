@@ -1,4 +1,4 @@
-"""What a check of the machine found, and how it is shown."""
+"""Results of machine checks, and their display."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """One result of a check.
-
-    Attributes:
-        name: what was looked at.
-        status: ``error`` means that training can't run.
-        detail: what was found.
-        hint: what to do about it; empty if nothing need be done.
-    """
+    """One result of a check; the status ``error`` means that training can't run."""
 
     name: str
     status: Status
@@ -32,12 +25,12 @@ class MachineFinding:
 
 
 def can_train(findings: list[MachineFinding]) -> bool:
-    """Return whether none of them is an error."""
+    """Whether no finding is an error."""
     return all(finding.status != "error" for finding in findings)
 
 
 def as_json(findings: list[MachineFinding], presets: dict[str, str]) -> str:
-    """Return the findings as a JSON object; ``presets`` maps a preset to "" or to what it lacks."""
+    """Return the findings as a JSON object; ``presets`` maps a preset to its problem, "" for none."""
     report = {
         "can_train": can_train(findings),
         "findings": [asdict(finding) for finding in findings],
@@ -47,7 +40,7 @@ def as_json(findings: list[MachineFinding], presets: dict[str, str]) -> str:
 
 
 def _by_group(presets: list[str], with_partners: bool) -> list[str]:
-    """Return ``env: toy, ...`` and ``model: mlp, ...`` of ``env=toy`` or, with a partner, ``env=toy model=mlp``."""
+    """Return ``env: toy, ...`` and ``model: mlp, ...`` for ``env=toy`` or, with a partner, ``env=toy model=mlp``."""
     groups: dict[str, list[str]] = {}
     for preset in presets:
         chosen, _, partners = preset.partition(" ")
@@ -57,7 +50,7 @@ def _by_group(presets: list[str], with_partners: bool) -> list[str]:
 
 
 def _show_presets(presets: dict[str, str], console: Console) -> None:
-    """Write the presets that run, then the others by what they lack, each by group."""
+    """Print the presets that run, then the others by missing requirement, each by group."""
     by_lack: dict[str, list[str]] = {}
     for preset, lack in presets.items():
         by_lack.setdefault(lack, []).append(preset)
@@ -72,13 +65,13 @@ def _show_presets(presets: dict[str, str], console: Console) -> None:
 
 
 def show(findings: list[MachineFinding], presets: dict[str, str], console: Console) -> None:
-    """Write the findings as a table, then the presets."""
+    """Print the findings as a table, then the presets."""
     table = Table(title="embodrl doctor", show_lines=False)
     for column in ("", "check", "found", "hint"):
         table.add_column(column, overflow="fold")
     for finding in findings:
         style = STYLES[finding.status]
-        # Text is not looked through for markup, which an extra in brackets would be.
+        # The text must not be parsed as markup: an extra in brackets would vanish.
         table.add_row(Text(finding.status, style), *map(Text, (finding.name, finding.detail, finding.hint)))
     console.print(table)
     if presets:

@@ -1,4 +1,4 @@
-"""`embodrl env`: Python environments of their own for simulators whose packages clash with the rest."""
+"""`embodrl env`: separate Python environments for simulators whose packages conflict with the rest."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment as `embodrl env list` shows it.
+    """An environment as shown by `embodrl env list`.
 
     Attributes:
-        name: of the simulator.
-        prefix: where it is or would be.
-        state: ``ready``, ``outdated`` (other packages are pinned by now), ``incomplete``, ``absent``, or ``foreign``
-            (something else is there).
+        prefix: directory, existing or planned.
+        state: ``ready``, ``outdated`` (the pins have changed), ``incomplete``, ``absent``, or ``foreign`` (not made by
+            ``install``).
     """
 
     name: str
@@ -52,11 +51,7 @@ class Installed:
 
 
 def check_name(name: str) -> None:
-    """Refuse a simulator that has no pinned packages.
-
-    Raises:
-        UsageError: lists the known ones.
-    """
+    """Refuse a simulator without pinned packages; the UsageError lists the known ones."""
     if name not in installable():
         near = meant(name, installable())
         hint = f"did you mean '{near}'?" if near else "simulators in the main environment are extras of embodrl"
@@ -64,7 +59,7 @@ def check_name(name: str) -> None:
 
 
 def state_of(name: str, prefix: Path) -> str:
-    """Return what there is; see ``Installed.state``."""
+    """Return the state of a directory; see ``Installed.state``."""
     marker = read_marker(prefix)
     if marker is None and (not prefix.exists() or (prefix.is_dir() and not any(prefix.iterdir()))):
         return "absent"
@@ -76,47 +71,47 @@ def state_of(name: str, prefix: Path) -> str:
 
 
 def _is_of(marker: Mapping[str, object], name: str, prefix: Path) -> bool:
-    """Tell whether a marker was written for this directory, and has not come with a copy or an archive."""
+    """Whether a marker was written for this directory, rather than copied or unpacked into it."""
     stated = marker.get("prefix", str(default_prefix(name)))
     return isinstance(stated, str) and os.path.realpath(stated) == os.path.realpath(prefix)
 
 
 def list_environments() -> list[Installed]:
-    """Return all that can be installed, and what has been."""
+    """Return all installable environments with their state."""
     prefixes = {name: default_prefix(name) for name in installable()}
     return [Installed(name, prefix, state_of(name, prefix)) for name, prefix in prefixes.items()]
 
 
 def check_pins(name: str) -> MachineFinding | None:
-    """Return a warning if the environment that ``env.python: auto`` finds was made from other pins than today's."""
+    """Return a warning if the environment found by ``env.python: auto`` was made from older pins."""
     prefix = default_prefix(name)
     if name not in installable() or state_of(name, prefix) != "outdated":
         return None
-    detail = f"{prefix} has other packages than this version of embodrl pins; it may run nevertheless"
+    detail = f"{prefix} has packages other than the ones this version of embodrl pins; it may still run"
     return MachineFinding(f"environment of {name}", "warning", detail, f"embodrl env install {name}")
 
 
 def check_all_pins() -> list[MachineFinding]:
-    """Return a warning for every environment that is outdated."""
+    """Return a warning for every outdated environment."""
     return [found for found in map(check_pins, installable()) if found is not None]
 
 
 def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], None]) -> Path:
-    """Make a simulator's environment, or find that it is there already; return its interpreter.
+    """Install a simulator's environment, unless it is ready; return its interpreter.
 
-    Packages come from where pip is configured to look. A file in it is written first, and completed last: one that is
-    not complete is a half-made environment, which nothing uses and the next call rebuilds. A directory without that
-    file was not made here, and is left as it is, whatever it resembles.
+    Packages come from pip's configured index. A marker file is written first and completed last: a directory with an
+    incomplete marker is a half-made environment, which nothing uses and the next call rebuilds. A directory without the
+    file was not made here and is left untouched.
 
     Args:
-        name: of the simulator.
+        name: simulator.
         prefix: directory; None for ``default_prefix``.
-        force: rebuild it in any case.
+        force: rebuild even if ready.
         tell: called with lines of progress.
 
     Raises:
-        UsageError: no such simulator, or the directory holds something that was not made here.
-        EmbodrlError: pip failed; carries the end of what it said.
+        UsageError: unknown simulator, or the directory was not made by ``install``.
+        EmbodrlError: pip failed; carries the end of its output.
     """
     check_name(name)
     prefix = (prefix or default_prefix(name)).expanduser().absolute()
@@ -124,7 +119,7 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
     with _locked(prefix, tell):
         state = state_of(name, prefix)
         if state == "ready" and not force:
-            tell(f"{name} is there already: {prefix}")
+            tell(f"{name} is already installed: {prefix}")
             return python_of(prefix)
         if state == "foreign":
             raise _foreign(name, prefix)
@@ -149,7 +144,7 @@ def remove(name: str, prefix: Path | None, tell: Callable[[str], None]) -> None:
     """Remove a simulator's environment.
 
     Raises:
-        UsageError: no such simulator, or the directory was not made by ``install``.
+        UsageError: unknown simulator, or the directory was not made by ``install``.
     """
     check_name(name)
     prefix = (prefix or default_prefix(name)).expanduser().absolute()
@@ -159,7 +154,7 @@ def remove(name: str, prefix: Path | None, tell: Callable[[str], None]) -> None:
     with _locked(prefix, tell):
         if state_of(name, prefix) == "foreign":
             raise _foreign(name, prefix)
-        _write_marker(name, prefix)  # first, so that what is left is not taken for whole
+        _write_marker(name, prefix)  # first, so that a partial removal does not look complete
         _empty(prefix)
         (prefix / MARKER).unlink()
         prefix.resolve().rmdir()
@@ -167,13 +162,13 @@ def remove(name: str, prefix: Path | None, tell: Callable[[str], None]) -> None:
 
 
 def _foreign(name: str, prefix: Path) -> UsageError:
-    message = f"{prefix} holds something that `embodrl env install {name}` has not made: it has no {MARKER} of {name}"
+    message = f"{prefix} was not made by `embodrl env install {name}`: it has no {MARKER} of {name}"
     hint = "choose another --prefix (or $EMBODRL_{}_ENV), or remove it by hand if you mean it"
     return UsageError(message, hint.format(name.upper()), code="env-directory-foreign")
 
 
 def _empty(prefix: Path) -> None:
-    """Remove all but the marker, which says until the end whose directory this is."""
+    """Remove all but the marker, which identifies the directory until the end."""
     for path in prefix.iterdir():
         if path.name == MARKER:
             continue
@@ -220,7 +215,7 @@ def _run(command: list[str], prefix: Path, tell: Callable[[str], None]) -> None:
         tail = "\n    ".join(said[-_TAIL_LINES:])
         raise EmbodrlError(
             f"'{' '.join(command[:4])} ...' failed with status {process.returncode}:\n    {tail}",
-            "fix what it complains of (network, pip's configuration, disk) and run the command again",
+            "fix the reported problem (network, pip's configuration, disk) and run the command again",
             code="env-install-failed",
         )
 

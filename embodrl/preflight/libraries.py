@@ -1,4 +1,4 @@
-"""Shared libraries that the simulator's Python packages open and do not bring along.
+"""Shared libraries that the simulators' Python packages need but do not ship.
 
 Standard library only: the set-up runs this file before anything is installed.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 
-# Library -> its package on Debian and Ubuntu.
+# Library -> its Debian and Ubuntu package.
 LIBRARIES = {
     "libvulkan.so.1": "libvulkan1",  # sapien
     "libX11.so.6": "libx11-6",  # sapien
     "libGL.so.1": "libgl1",  # opencv, which mani_skill imports
     "libgthread-2.0.so.0": "libglib2.0-0",  # opencv
 }
-# What MuJoCo draws with; asked for where EMBODRL_LIBERO=1.
+# MuJoCo's renderers; checked if EMBODRL_LIBERO=1.
 LIBERO_LIBRARIES = {
     "libEGL.so.1": "libegl1",
     "libEGL_mesa.so.0": "libegl-mesa0",
@@ -22,7 +22,7 @@ LIBERO_LIBRARIES = {
 
 
 def missing_libraries(libraries: dict[str, str] = LIBRARIES) -> dict[str, str]:
-    """Return library -> package of those that can't be loaded."""
+    """Return library -> package for libraries that can't be loaded."""
     missing: dict[str, str] = {}
     for library, package in libraries.items():
         try:

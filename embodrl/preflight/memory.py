@@ -1,4 +1,4 @@
-"""The memory that this process may use."""
+"""The memory limit of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that this process may use: the machine's, or a container's limit if that is less."""
+    """Return the memory available to this process: the machine's, or a container's limit if lower."""
     total = psutil.virtual_memory().total
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         path = cgroup / name

@@ -1,6 +1,6 @@
-"""Whether a simulator can run: its packages, the probe of its spec, and a way to draw. Imports none of them.
+"""Whether a simulator can run: its packages, the probe of its spec, and a renderer. Imports no simulator.
 
-A simulator is proved by making one environment and drawing one frame, in the interpreter that would run it.
+The proof is one environment and one rendered frame, in the interpreter that would run the simulator.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from embodrl.envs.mujoco_gl import GL_HINT, GL_LIBRARIES, loads
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EmbodrlError, EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
-from embodrl.names import exits_named, import_function
+from embodrl.names import import_function
 from embodrl.preflight import vulkan
 from embodrl.preflight.findings import MachineFinding
 from embodrl.preflight.libraries import missing_libraries
 from embodrl.specs import ENVS, SimulatorSpec
+from embodrl.user_code import guard_user_code
 
 RENDER_TIMEOUT_S = 120.0
-# How an error names what doctor has started.
+# How an error names the environment started by doctor.
 MANAGER = re.compile(r"env manager 'doctor'( \([^)]*\))?")
 FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
-# What draws -> the checks of it.
+# Renderer -> its checks.
 DRAWING = {"vulkan": ("system libraries", "Vulkan"), "mujoco": ("MuJoCo rendering",)}
 REQUIRED: str = EnvConfig.model_fields["env_type"].default
-"""The simulator of the default configuration: without it, `embodrl doctor` reports an error."""
+"""The simulator of the default configuration; if absent, `embodrl doctor` reports an error."""
 INSTALLER = "in a clone: scripts/install_system_packages.sh"
 MESA = "apt install mesa-vulkan-drivers, on Debian 12 with -t bookworm-backports"
 VULKAN_HINTS = {
@@ -66,24 +67,20 @@ print(json.dumps({"contrast": contrast, "gl": gl, "software": draws_in_software(
 
 
 def missing_packages(env_type: str, python: str | None = None) -> list[str]:
-    """Return the modules that an environment needs and an interpreter (None: this one) has not.
+    """Return the modules that an environment needs and an interpreter (None: this one) lacks.
 
     Raises:
         MissingDependencyError: the interpreter can't be run.
     """
     spec = ENVS.entry(env_type)
-    if spec.isolated:  # its pinned packages came together; its probe knows more
+    if spec.isolated:  # its pinned packages were installed together; its probe checks more
         return []
-    # The simulator processes themselves need numpy, which an interpreter named by the user may lack.
+    # The simulator processes themselves need numpy, which a user's interpreter may lack.
     return missing_modules((*spec.needs, "numpy") if python is not None else spec.needs, python)
 
 
 def missing_modules(names: Sequence[str], python: str | None = None) -> list[str]:
-    """Return those of the modules that an interpreter (None: this one) has not.
-
-    Raises:
-        MissingDependencyError: the interpreter can't be run.
-    """
+    """Return the given modules that an interpreter (None: this one) lacks; raises as ``missing_packages``."""
     if python is None:
         return [name for name in names if importlib.util.find_spec(name) is None]
     hint = "set env.python to the interpreter of a virtual environment that has the simulator"
@@ -101,12 +98,9 @@ def missing_modules(names: Sequence[str], python: str | None = None) -> list[str
 
 
 def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: bool = True) -> MachineFinding:
-    """The packages, the probe and one frame of a simulator; only the default one's absence is an error.
+    """Check packages, probe and, if ``can_draw``, one frame of a simulator.
 
-    Args:
-        env_type: a name of the environment registry.
-        extensions: modules that register environments.
-        can_draw: try to draw the frame.
+    Only the default simulator's absence is an error.
     """
     spec = ENVS.entry(env_type)
     python = _own_python(env_type)
@@ -121,7 +115,7 @@ def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: boo
         message, hint = ("; ".join(part) for part in zip(*found, strict=True))
         return MachineFinding(env_type, "warning", message, hint)
     if spec.example is None:
-        return MachineFinding(env_type, "ok", "its own probe finds nothing missing")
+        return MachineFinding(env_type, "ok", "its probe found no problem")
     if not can_draw:
         return MachineFinding(env_type, "ok", "installed")
     hint = f"reinstall it: {_install_hint(spec)}{' --force' * spec.isolated}" if env_type in ENVS.builtin else ""
@@ -132,7 +126,7 @@ def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: boo
 
 
 def _versions(spec: SimulatorSpec) -> str:
-    """Return the versions of a simulator's packages in this environment, as the beginning of a text."""
+    """Return the versions of a simulator's packages in this environment, as the start of a text."""
     found: list[str] = []
     for name in spec.needs:
         with contextlib.suppress(PackageNotFoundError):
@@ -141,30 +135,26 @@ def _versions(spec: SimulatorSpec) -> str:
 
 
 def find_warnings(env_type: str, python: str | None) -> list[MachineFinding]:
-    """Return what is odd about a simulator that runs."""
+    """Return warnings about a simulator that runs."""
     called = ENVS.entry(env_type).warnings
     found = import_function(called)(python) if called else []
     return [MachineFinding(name, "warning", message, hint) for name, message, hint in found]
 
 
 def _own_python(env_type: str) -> str | None:
-    """Return the interpreter that ``env.python: auto`` finds for a simulator; None is this one."""
+    """Return the interpreter that ``env.python: auto`` finds for a simulator; None for this one."""
     python = installed_python(env_type)
     return None if python is None else str(python)
 
 
 def probe(env_type: str, settings: EnvConfig | None = None, python: str | None = None) -> list[tuple[str, str]]:
-    """Return what the probe of a spec finds missing, with hints; nothing where it has none.
-
-    Raises:
-        EmbodrlError: the probe failed.
-    """
+    """Return the problems found by the probe of a spec, with hints; raises EmbodrlError if the probe failed."""
     called = ENVS.entry(env_type).probe
     if called is None:
         return []
     try:
         found = import_function(called) if isinstance(called, str) else called
-        with exits_named(f"the probe of '{env_type}'"):
+        with guard_user_code(f"the probe of '{env_type}'"):
             return [(str(message), str(hint)) for message, hint in found(settings, python)]
     except EmbodrlError:
         raise
@@ -185,7 +175,7 @@ def _install_hint(spec: SimulatorSpec, missing: Sequence[str] = ()) -> str:
 
 
 def optional(found: MachineFinding) -> MachineFinding:
-    """Turn an error into a warning: training can run without a simulator that it does not use."""
+    """Turn an error into a warning: training can run without an unused simulator."""
     return replace(found, status="warning") if found.status == "error" else found
 
 
@@ -197,15 +187,15 @@ def draw_frame(
     extensions: Sequence[str] = (),
     hint: str = "",
 ) -> MachineFinding:
-    """Make one environment, reset it and draw one frame, in a process of its own.
+    """Make one environment, reset it and render one frame, in a separate process.
 
     Args:
-        name: of the finding.
-        env_type: a name of the environment registry.
-        kwargs: of the VectorEnv, without ``num_envs``.
-        python: the interpreter; None is this one.
+        name: name of the finding.
+        env_type: name in the environment registry.
+        kwargs: keyword arguments of the VectorEnv, without ``num_envs``.
+        python: interpreter; None for this one.
         extensions: modules that register environments.
-        hint: where the error has none.
+        hint: default hint for errors without one.
     """
     start = time.monotonic()
     try:
@@ -218,15 +208,15 @@ def draw_frame(
             extensions=extensions,
         ) as manager:
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
-    except (EnvWorkerDied, EnvTimeout) as error:  # what follows is the tail of a log, and the limits are doctor's own
+    except (EnvWorkerDied, EnvTimeout) as error:  # the rest is the tail of a log, and the limits are doctor's own
         what = MANAGER.sub("the simulator's process", error.message.partition("\n")[0])
         return MachineFinding(name, "error", what, hint or error.hint)
     except EnvError as error:
         lines = [line.strip() for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
-        # What a simulator raises ends with its hint.
+        # A simulator's error ends with its hint.
         what = next((line for line in reversed(lines) if not line.startswith("hint:")), lines[-1])
-        what = re.sub(rf"^((\w+\.)+\w+|{MANAGER.pattern}): ", "", what)  # a class says nothing to a user
-        # A bare exception has only a hint for those who write simulators.
+        what = re.sub(rf"^((\w+\.)+\w+|{MANAGER.pattern}): ", "", what)  # a class name does not help users
+        # The hint of a bare exception is for authors of simulators.
         raised_by_simulator = error.code == EnvRaised.code and hint
         return MachineFinding(name, "error", what, hint if raised_by_simulator else error.hint or hint)
     if contrast == 0:
@@ -235,7 +225,7 @@ def draw_frame(
             if ENVS.entry(env_type).draws_with == "vulkan"
             else "try MUJOCO_GL=osmesa, or another driver"
         )
-        return MachineFinding(name, "error", "it draws an empty picture", other)
+        return MachineFinding(name, "error", "it renders an empty image", other)
     seconds = time.monotonic() - start
     return MachineFinding(
         name, "ok", f"one environment and one frame in {seconds:.1f} s ({python or 'this environment'})"
@@ -243,14 +233,14 @@ def draw_frame(
 
 
 def missing_gl() -> str:
-    """Return what keeps MuJoCo from drawing, as far as files tell; "" for nothing."""
+    """Return why MuJoCo can't render, as far as files tell; "" if nothing is missing."""
     if os.environ.get("MUJOCO_GL") or any(map(loads, GL_LIBRARIES.values())):
         return ""
     return "neither libEGL nor libOSMesa can be loaded"
 
 
 def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> MachineFinding:
-    """One frame of MuJoCo, in a process of its own: a faulty driver may crash or hang."""
+    """Render one frame of MuJoCo in a separate process, since a faulty driver may crash or hang."""
     name = "MuJoCo rendering"
     hint = GL_HINT
     if missing_gl():
@@ -262,17 +252,17 @@ def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> MachineFindin
     except subprocess.TimeoutExpired:
         return MachineFinding(name, "warning", f"no frame within {timeout_s:g} s", hint)
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not answers:  # the status does not count: some drivers complain when the interpreter ends
+    if not answers:  # the exit status does not count: some drivers fail at interpreter exit
         lines = done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"]
         return MachineFinding(name, "warning", lines[-1], hint)
     answer: dict[str, object] = json.loads(answers[-1])
     if answer["contrast"] == 0:
-        return MachineFinding(name, "warning", f"MUJOCO_GL={answer['gl']} draws an empty picture", hint)
+        return MachineFinding(name, "warning", f"MUJOCO_GL={answer['gl']} renders an empty image", hint)
     return MachineFinding(name, "ok", f"MUJOCO_GL={answer['gl']}, on the {'CPU' if answer['software'] else 'GPU'}")
 
 
 def check_libraries() -> MachineFinding:
-    """Shared libraries of the system that Vulkan renderers open."""
+    """Check the system libraries that Vulkan renderers load."""
     missing = missing_libraries()
     if missing:
         packages = " ".join(missing.values())
@@ -282,7 +272,7 @@ def check_libraries() -> MachineFinding:
 
 
 def check_vulkan(report: vulkan.VulkanReport) -> MachineFinding:
-    """A Vulkan device with what SAPIEN's renderer needs."""
+    """Check for a Vulkan device with the features of SAPIEN's renderer."""
     if not report.usable:
         return MachineFinding("Vulkan", "error", report.detail, VULKAN_HINTS[report.status])
     devices = [f"{d.name}: {d.driver}, Vulkan {d.api_version}" for d in report.devices if d.partially_bound]
@@ -295,12 +285,12 @@ def _checked() -> list[SimulatorSpec]:
 
 
 def _is_absent(spec: SimulatorSpec) -> bool:
-    """Tell whether a simulator that has an environment of its own is installed neither there nor here."""
+    """Whether a simulator with a separate environment is installed neither there nor here."""
     return spec.isolated and _own_python(spec.name) is None and importlib.util.find_spec(spec.name) is None
 
 
 def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) -> Iterator[MachineFinding]:
-    """Run the checks of all simulators; frames are drawn by Vulkan only where it was found usable."""
+    """Check all simulators; frames are rendered with Vulkan only if it is usable."""
     installed = [spec for spec in _checked() if not _is_absent(spec)]
     for spec in installed:
         yield check_simulator(spec.name, extensions, vulkan_draws or spec.draws_with != "vulkan")
@@ -325,15 +315,15 @@ def problems(findings: list[MachineFinding]) -> dict[str, str]:
 
 
 def preflight(env_type: str, python: str | None = None, settings: EnvConfig | None = None) -> None:
-    """Refuse a simulator before anything is started. Takes some milliseconds, more for another interpreter.
+    """Refuse an unusable simulator before anything starts. Takes milliseconds, more for another interpreter.
 
     Args:
-        env_type: a name of the environment registry.
-        python: interpreter of the simulator processes, which may bring libraries of its own; None for this one.
-        settings: the section ``env``, for the probe of the spec.
+        env_type: name in the environment registry.
+        python: interpreter of the simulator processes, which may bring its own libraries; None for this one.
+        settings: section ``env``, for the probe of the spec.
 
     Raises:
-        MissingDependencyError: a package, a way to draw, or what the probe of the spec looks for is missing.
+        MissingDependencyError: a package, a renderer, or a requirement of the probe is missing.
     """
     if env_type not in ENVS:
         return
@@ -351,11 +341,10 @@ def preflight(env_type: str, python: str | None = None, settings: EnvConfig | No
 
 
 def require_packages(env_type: str, python: str | None = None, settings: EnvConfig | None = None) -> None:
-    """Refuse a simulator whose packages are not installed; imports none of them.
+    """Refuse a simulator whose packages are not installed, without importing them.
 
-    With settings, one that has an environment of its own is refused for what the probe of its spec misses, too.
-
-    Arguments as of ``preflight``.
+    With settings, a simulator with a separate environment must pass the probe of its spec too. Arguments as in
+    ``preflight``.
 
     Raises:
         MissingDependencyError: a package is missing.
@@ -372,7 +361,7 @@ def require_packages(env_type: str, python: str | None = None, settings: EnvConf
 
 
 def preflight_videos(python: str | None = None) -> None:
-    """Refuse videos, before anything is started, where an interpreter (None: this one) can't encode them.
+    """Refuse videos, before anything starts, if an interpreter (None: this one) can't encode them.
 
     Raises:
         MissingDependencyError: imageio or its ffmpeg is missing.

@@ -1,8 +1,8 @@
-"""Ask the Vulkan driver what it can do, without a simulator.
+"""Query the Vulkan driver without a simulator.
 
 Standard library only and runnable as a file (``python vulkan.py --json``), so that the set-up can use it before
-anything is installed. A driver that crashes takes its process with it: a program that matters uses
-:func:`probe_in_subprocess`.
+anything is installed. A driver that crashes takes its process with it, so use :func:`probe_in_subprocess` in a
+long-lived program.
 
 Structure layouts: Vulkan 1.3 specification, VkPhysicalDeviceProperties2, VkPhysicalDeviceDriverProperties and
 VkPhysicalDeviceDescriptorIndexingFeatures.
@@ -21,7 +21,7 @@ from typing import Any
 LOADER = "libvulkan.so.1"
 DEVICE_KINDS = ("other", "integrated", "discrete", "virtual", "cpu")
 
-# Exit statuses of this file run as a program.
+# Exit statuses of this file as a program.
 USABLE = 0
 NO_LOADER = 3
 NO_DEVICE = 4
@@ -99,10 +99,9 @@ class VulkanDevice:
     """A physical device.
 
     Attributes:
-        name: as the driver reports it, e.g. ``llvmpipe (LLVM 15.0.6, 256 bits)``.
+        name: driver's name of the device, e.g. ``llvmpipe (LLVM 15.0.6, 256 bits)``.
         kind: one of ``DEVICE_KINDS``; ``cpu`` is a software renderer.
         driver: driver name and version, e.g. ``llvmpipe Mesa 25.0.7``.
-        api_version: Vulkan version, e.g. ``1.4.305``.
         partially_bound: the device offers descriptorBindingPartiallyBound, which SAPIEN's renderer needs.
     """
 
@@ -115,12 +114,11 @@ class VulkanDevice:
 
 @dataclass(frozen=True)
 class VulkanReport:
-    """What the loader found.
+    """Result of the probe.
 
     Attributes:
         status: ``USABLE``, ``NO_LOADER``, ``NO_DEVICE`` or ``NO_FEATURE``.
-        devices: every physical device.
-        detail: what went wrong, in words; empty if nothing did.
+        detail: description of the problem; empty if there is none.
     """
 
     status: int
@@ -133,7 +131,7 @@ class VulkanReport:
 
 
 def classify(devices: list[VulkanDevice], detail: str = "") -> VulkanReport:
-    """Return the report on those devices."""
+    """Return the report on the devices."""
     if not devices:
         return VulkanReport(NO_DEVICE, [], detail or "the Vulkan loader found no driver and no device")
     if not any(device.partially_bound for device in devices):
@@ -184,7 +182,7 @@ def probe() -> VulkanReport:
 
 
 def probe_in_subprocess(timeout_s: float = 30.0) -> VulkanReport:
-    """Probe in a process of its own, so that a driver that hangs or crashes is only a finding."""
+    """Probe in a separate process, so that a driver that hangs or crashes is only a finding."""
     command = [sys.executable, "-I", str(Path(__file__)), "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -198,7 +196,7 @@ def probe_in_subprocess(timeout_s: float = 30.0) -> VulkanReport:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the devices (as JSON with ``--json``); the status tells whether one is usable."""
+    """Print the devices (as JSON with ``--json``); the exit status tells whether one is usable."""
     report = probe()
     if "--json" in arguments:
         sys.stdout.write(json.dumps(asdict(report)) + "\n")

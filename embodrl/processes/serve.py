@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
 from embodrl.errors import EmbodrlError, user_frames
 from embodrl.processes.codec import PLAIN, Codec
@@ -41,7 +41,6 @@ class ErrorReport(TypedDict):
 
 _STOPS_RUNS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
 _PR_SET_PDEATHSIG = 1
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _MPOL_PREFERRED = 1
 _SET_MEMPOLICY_SYSCALL = {"x86_64": 238, "aarch64": 237}
 
@@ -82,12 +81,12 @@ def leave_signals_to_parent() -> None:
 
     def restore() -> None:
         for number in _STOPS_RUNS:
-            if signal.getsignal(number) is _live_on:
+            if signal.getsignal(number) is _ignore_signal:
                 signal.signal(number, signal.SIG_DFL)
         mask(signal.SIG_UNBLOCK)
 
     for number in _STOPS_RUNS:
-        signal.signal(number, _live_on)
+        signal.signal(number, _ignore_signal)
         signal.siginterrupt(number, False)  # native code may not expect EINTR
     # Blocked meanwhile: a signal to a child that has this handler still would be lost.
     os.register_at_fork(
@@ -97,7 +96,7 @@ def leave_signals_to_parent() -> None:
     )
 
 
-def _live_on(_number: int, _frame: FrameType | None) -> None:
+def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
     return
 
 
@@ -119,26 +118,6 @@ def _die_with_parent(sock: socket.socket, started_by_main_thread: bool) -> None:
         os._exit(0)
 
     threading.Thread(target=wait_for_hangup, name="parent-watch", daemon=True).start()
-
-
-def report_exits() -> None:
-    """Have ``os._exit`` of other code than embodrl's say where it was called: to the parent it is an exit code alone.
-
-    What the process prints last is part of the parent's message. In processes that are forked from this one it is a
-    normal way to end, and reports nothing.
-    """
-    end = os._exit
-    own = os.getpid()
-
-    def reported_exit(status: int) -> NoReturn:
-        caller = sys._getframe(1)
-        file = caller.f_code.co_filename
-        if os.getpid() == own and not file.startswith(_PACKAGE):
-            where = f"{file}:{caller.f_lineno} in {caller.f_code.co_name}"
-            os.write(2, f"os._exit({status}) was called in {where}\n".encode(errors="replace"))
-        end(status)
-
-    os._exit = reported_exit
 
 
 def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""Charts as inline SVG: they scale with the page, take its colours (light and dark) and need no script."""
+"""Charts as inline SVG, which scale with the page, use its light and dark colours, and need no script."""
 
 from __future__ import annotations
 
@@ -21,28 +21,25 @@ NARROW = (360, 200)
 WIDE = (960, 300)
 MAX_POINTS = 1000
 LEAST_POINTS = 50
-"""Of a chart, and at least of each of its lines: more are thinned to the extremes of neighbouring ones."""
+"""Limit on points per chart, and minimum per line; longer lines keep only the extremes of neighbouring points."""
 MAX_BARS = 150
 FLAT = 1e-9
-"""A range below this part of its values is rounding, and drawn as a constant."""
+"""A range smaller than this fraction of its values is rounding error, and drawn as a constant."""
 SMALLEST = 1e-290
-"""Values below it are drawn as zero: their differences can't be divided."""
+"""Smaller values are drawn as zero, since their differences can't be divided."""
 UNITS = ((9, "G"), (6, "M"), (3, "k"))
 LABEL_CHARACTERS = 7
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart; points that are not finite numbers are left out.
+    """A line of a chart; non-finite points are left out.
 
     Attributes:
-        label: for the legend.
-        points: (x, y) in the order of x.
+        points: (x, y), ascending in x.
         colour: CSS variable of the page, e.g. ``c0``.
-        intervals: (low, high) of each point, drawn as whiskers, None where it has none; empty for none at all.
-        tips: text of each point, shown when the pointer rests on it; empty for none.
-        dashed: draw a thinner, dashed line.
-        dots: mark every point.
+        intervals: (low, high) of each point, drawn as whiskers, or None; empty for no intervals.
+        tips: tooltip of each point; empty for none.
     """
 
     label: str
@@ -62,15 +59,9 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     wide: bool = False,
 ) -> str:
-    """Return a chart as HTML; "" if no series has a point. A wide one has a second drawing for phones.
+    """Return a chart as HTML; "" if no series has a point. A wide chart has a second drawing for phones.
 
-    Args:
-        title: above the chart.
-        series: lines.
-        x_label: below the chart.
-        percent: y is a fraction, shown in percent.
-        y_range: least extent of the y axis; the data may widen it.
-        wide: as wide as the page.
+    With ``percent``, y is a fraction. ``y_range`` is the minimum range of the y axis; the data may widen it.
     """
     most = max(LEAST_POINTS, MAX_POINTS // (len(series) or 1))
     series = [drawn for each in series if (drawn := _thinned(_finite(each), most)).points]
@@ -85,14 +76,14 @@ def line_chart(
 
 
 def _finite(series: Series) -> Series:
-    """Return a line of the points that are finite numbers, with their intervals and tips."""
+    """Return the finite points of a line, with their intervals and tooltips."""
     kept = [index for index, point in enumerate(series.points) if all(map(is_number, point))]
     intervals = [pair if pair is not None and all(map(is_number, pair)) else None for pair in series.intervals]
     return _chosen(replace(series, intervals=intervals), kept)
 
 
 def _thinned(series: Series, most: int) -> Series:
-    """Return a line of about ``most`` points at most: the lowest and the highest of each bucket of neighbours."""
+    """Return a line of at most about ``most`` points: the minimum and maximum of each bucket of neighbours."""
     count = len(series.points)
     if count <= most:
         return series
@@ -194,13 +185,8 @@ def stacked_chart(
 ) -> str:
     """Return a chart of stacked bars as HTML, one per iteration; "" without any.
 
-    Of many iterations, a bar shows the mean of neighbouring ones. Without finite sizes, an iteration has no bar.
-
-    Args:
-        title: above the chart.
-        labels: of the parts.
-        colours: CSS variables of the parts.
-        columns: iteration -> the parts' sizes.
+    ``columns`` maps an iteration to the sizes of its parts. With many iterations, a bar shows the mean of neighbouring
+    ones. An iteration without finite sizes has no bar.
     """
     bars = list(_bars(columns))
     if not bars:
@@ -232,7 +218,7 @@ def stacked_chart(
 
 
 def _bars(columns: Mapping[int, Sequence[float]]) -> Iterator[tuple[int, int, list[float]]]:
-    """Yield first and last iteration and the parts' mean sizes of at most ``MAX_BARS`` bars; negative parts are 0."""
+    """Yield first and last iteration and mean sizes of at most ``MAX_BARS`` bars; negative parts become 0."""
     found = [(at, [max(0.0, float(size)) for size in columns[at] if is_number(size)]) for at in sorted(columns)]
     whole = [(at, sizes) for at, sizes in found if len(sizes) == len(columns[at]) and math.isfinite(2 * sum(sizes))]
     each = math.ceil(len(whole) / MAX_BARS) or 1
@@ -243,14 +229,7 @@ def _bars(columns: Mapping[int, Sequence[float]]) -> Iterator[tuple[int, int, li
 
 
 def histogram(title: str, groups: Sequence[tuple[str, str, Sequence[float]]], x_label: str, bins: int = 12) -> str:
-    """Return stacked bars of how often values occur, as HTML; "" without a value.
-
-    Args:
-        title: above the chart.
-        groups: (label, CSS variable, values) each.
-        x_label: below the chart.
-        bins: at most.
-    """
+    """Return a stacked histogram as HTML; "" without a value. ``groups`` are (label, CSS variable, values)."""
     finite = [[float(value) for value in group if is_number(value)] for _, _, group in groups]
     if not any(finite):
         return ""
@@ -302,7 +281,7 @@ def _legend(series: Sequence[Series]) -> str:
 
 @dataclass(frozen=True)
 class Ticks:
-    """Round numbers at equal distances: ``first`` to ``last`` times ``factor * 10**exponent``."""
+    """Evenly spaced round numbers: ``first`` to ``last`` times ``factor * 10**exponent``."""
 
     factor: int
     exponent: int
@@ -311,7 +290,6 @@ class Ticks:
 
     @property
     def step(self) -> float:
-        """The distance of two ticks."""
         return float(f"{self.factor}e{self.exponent}")
 
     @property
@@ -320,17 +298,17 @@ class Ticks:
         return [float(f"{i * self.factor}e{self.exponent}") for i in range(self.first, self.last + 1)]
 
     def part(self, value: float) -> float:
-        """Return where a value lies: 0 at the first tick, 1 at the last."""
+        """Return the position of a value: 0 at the first tick, 1 at the last."""
         return (value / self.step - self.first) / (self.last - self.first)
 
     def texts(self, times: int = 1) -> list[str]:
-        """Return the ticks, times 1 or 100, as text: exact, so that no two are the same."""
+        """Return the ticks, times 1 or 100, as exact text, so that no two look the same."""
         exponent = self.exponent + len(str(times)) - 1
         values = [Decimal(i * self.factor).scaleb(exponent) for i in range(self.first, self.last + 1)]
         largest = max(map(abs, values), default=Decimal(0))
         if (largest < Decimal("0.01") and exponent < -3) or largest >= 10**15:
             return [_power(value) for value in values]
-        # A unit that takes more than two decimals saves no characters.
+        # A unit that needs more than two decimals saves no characters.
         units = [(power, unit) for power, unit in UNITS if largest >= 10 ** max(power, 4) and power - exponent <= 2]
         power, unit = units[0] if units else (0, "")
         decimals = max(0, power - exponent)
@@ -347,14 +325,14 @@ def _power(value: Decimal) -> str:
 
 
 def integer_ticks(low: float, high: float, most: int) -> Ticks:
-    """Return at most ``most`` + 1 whole numbers from ``low`` to ``high`` at a round distance; there may be none."""
+    """Return at most ``most`` + 1 evenly spaced round integers from ``low`` to ``high``; may be empty."""
     factor, exponent = _nice_step(max(_share(low, high, most), 1.0))
     step = factor * 10**exponent
     return Ticks(factor, exponent, -(-math.ceil(low) // step), math.floor(high) // step)
 
 
 def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> Ticks:
-    """Return round numbers, or round whole ones, at equal distances that enclose ``low`` to ``high``."""
+    """Return evenly spaced round numbers, or round integers, that enclose ``low`` to ``high``."""
     magnitude = max(abs(low), abs(high))
     magnitude = magnitude if magnitude > SMALLEST else 1.0
     if high / 2 - low / 2 < FLAT * magnitude / 2:
@@ -367,12 +345,12 @@ def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> Ticks
 
 
 def _share(low: float, high: float, parts: int) -> float:
-    """Return the length of one of equal parts; the whole may be more than the largest float."""
+    """Return the length of one of equal parts of a range that may exceed the largest float."""
     return (high - low) / parts if math.isfinite(high - low) else high / parts - low / parts
 
 
 def _nice_step(size: float) -> tuple[int, int]:
-    """Return factor and exponent of the smallest of 1, 2, 5 times a power of ten that is not below ``size``."""
+    """Return factor and exponent of the smallest of 1, 2, 5 times a power of ten that is at least ``size``."""
     exponent = math.floor(math.log10(size))
     for factor in (1, 2, 5):
         if factor * 10.0**exponent >= size * (1 - 1e-9):

@@ -1,4 +1,4 @@
-"""What a person at the terminal sees of a run: a live panel, or one line per iteration where there is no terminal."""
+"""Terminal output of a run: a live panel, or one line per iteration without a terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from embodrl.reporting.terminal import safe_console
 logger = logging.getLogger(__name__)
 
 BAR_WIDTH = 24
-# Without a terminal, a phase that takes longer than this prints how far it is.
+# Without a terminal, a phase longer than this prints its progress.
 PLAIN_INTERVAL_S = 10.0
 ABSENT = "–"
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -53,11 +53,9 @@ def sparkline(values: list[float], width: int = 40) -> str:
 
 
 class TimeLeft:
-    """Estimates when a run ends: its iterations and its evaluations, by the mean of the last ten of each.
+    """Estimates the remaining time of a run from the mean of the last ten iterations and evaluations.
 
-    Args:
-        total: iterations of the run.
-        evaluations_after: from a number of iterations to how many evaluations come later.
+    ``evaluations_after`` maps a number of iterations to the number of later evaluations.
     """
 
     def __init__(self, total: int, evaluations_after: Callable[[int], int]) -> None:
@@ -70,21 +68,21 @@ class TimeLeft:
         self._noted_s = time.monotonic()
 
     def note(self, row: Mapping[str, MetricValue]) -> None:
-        """Count an iteration; its evaluation, if it has one, is apart."""
+        """Record an iteration, and separately its evaluation, if any."""
         seconds = number(row, "time/total_s")
         evaluation = number(row, "time/eval_s")
         steps = number(row, "env_steps")
         self._done = int(number(row, "iteration"))
         self._noted_s = time.monotonic()
         has_trained = steps > self._steps
-        if evaluation:  # where nothing else was done, all of the time was the evaluation's
+        if evaluation:  # without other work, all of the time belongs to the evaluation
             self._evaluations.append(evaluation if has_trained else max(seconds, evaluation))
         if seconds and has_trained:
             self._iterations.append(max(0.0, seconds - evaluation))
         self._steps = max(self._steps, steps)
 
     def text(self) -> str:
-        """Return the time that is left, less what has passed since the last iteration; "" if nothing is known."""
+        """Return the remaining time, less the time since the last iteration; "" if unknown."""
         if not self._iterations:
             return ""
         evaluations = self._evaluations_after(self._done)
@@ -100,10 +98,8 @@ class Console:
 
     Args:
         mode: auto is rich on a terminal and plain elsewhere.
-        total_iterations: length of the run.
-        name: of the run.
         stream: replaces the terminal (tests).
-        evaluations_after: from a number of iterations to how many evaluations come later, for the time that is left.
+        evaluations_after: maps a number of iterations to the number of later evaluations, for the remaining time.
     """
 
     def __init__(
@@ -133,9 +129,8 @@ class Console:
         self._live: Live | None = None
 
     def start(self) -> None:
-        """Open the panel."""
         if self.mode == "rich" and self._live is None:
-            # Rendered by a thread of its own, so that the clock ticks while the main thread works.
+            # Rendered by its own thread, so that the clock ticks while the main thread works.
             self._live = Live(
                 get_renderable=self._render, console=self._out, refresh_per_second=4, redirect_stderr=True
             )
@@ -148,14 +143,13 @@ class Console:
         self._earlier_s = self._number("time/elapsed_s")
 
     def update(self, row: Mapping[str, MetricValue]) -> None:
-        """Show the metrics of an iteration."""
         self._absorb(row)
         logger.info("%s", self._line())
         self._print(self._line())
         self._refresh()
 
     def late(self, row: Mapping[str, MetricValue]) -> None:
-        """Show an evaluation that was done beside training."""
+        """Show a late result of an asynchronous evaluation."""
         self._note_success(row)
         found = eval_interval(row)
         interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
@@ -164,11 +158,9 @@ class Console:
         self.message(f"evaluation after iteration {row['iteration']}: success {shown}{interval}")
 
     def phase(self, text: str, chunks: int = 0) -> None:
-        """Show what the run does now; without a terminal, only once it takes longer than ``PLAIN_INTERVAL_S``.
+        """Show the current phase; without a terminal, only once it takes longer than ``PLAIN_INTERVAL_S``.
 
-        Args:
-            text: name of the phase.
-            chunks: calls of ``advance`` until its end, at most; 0 if unknown.
+        ``chunks`` is the upper bound on calls of ``advance``; 0 if unknown.
         """
         self._phase = text
         self._done = 0
@@ -178,12 +170,10 @@ class Console:
         self._refresh()
 
     def advance(self) -> None:
-        """Count a chunk of the present phase."""
         self._done += 1
         self._print_phase()
 
     def step(self, done: int, total: int) -> None:
-        """Show how many optimizer steps of the update are done."""
         self._done = done
         self._total = total
         self._unit = "updates"
@@ -195,7 +185,7 @@ class Console:
             self._print(f"iter {done:.0f}/{self.total_iterations} done, now {self._phase_text()}")
 
     def message(self, text: str) -> None:
-        """Show a line that stays, such as the path of a checkpoint."""
+        """Show a permanent line, such as the path of a checkpoint."""
         text = without_controls(text)
         logger.info("%s", text)
         self._messages.append(text)
@@ -208,7 +198,7 @@ class Console:
             self._out.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def close(self) -> None:
-        """Close the panel, with its last state left on the terminal; may be called twice."""
+        """Close the panel, leaving its last state on the terminal; may be called twice."""
         if self._live is not None:
             self._refresh()
             self._live.stop()
@@ -243,7 +233,7 @@ class Console:
 
     def _phase_text(self) -> str:
         seconds = _duration(time.monotonic() - self._phase_start_s)
-        # An evaluation ends before its last possible chunk when its episodes do.
+        # An evaluation stops before its last possible chunk if its episodes end earlier.
         share = f" {min(self._done, self._total)}/{self._total} {self._unit}" if self._total else ""
         return f"{self._phase}{share}, {seconds}"
 
@@ -320,7 +310,7 @@ class Console:
 
 
 def _started(row: Mapping[str, MetricValue]) -> MetricValue:
-    """Return the success rate per started episode; that of the episodes which ended leaves out many failures."""
+    """Return the success rate per started episode; the rate of ended episodes leaves out many failures."""
     return row.get("rollout/success_rate_started", row.get("rollout/success_rate"))
 
 

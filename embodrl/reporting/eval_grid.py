@@ -1,4 +1,4 @@
-"""The videos of an evaluation as one: a tile an episode, framed by its outcome."""
+"""The videos of an evaluation as one grid: one tile per episode, framed by its outcome."""
 
 from __future__ import annotations
 
@@ -20,19 +20,13 @@ LINE_PX = 16
 RUNNING = (110, 110, 110)
 SUCCESS = (47, 143, 78)
 FAILURE = (179, 38, 30)
-# So long the outcome stays to be seen after the last episode has ended.
+# How long the outcomes stay visible after the last episode has ended.
 HOLD_S = 1.0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One episode.
-
-    Attributes:
-        video: its file.
-        caption: number, task and instruction, in that order.
-        success: how it ended.
-    """
+    """One episode: video file, and caption of number, task and instruction, in that order."""
 
     video: Path
     caption: str
@@ -40,11 +34,11 @@ class Tile:
 
 
 def write_grid(tiles: list[Tile], path: Path) -> None:
-    """Write an MP4 that every browser shows: frames are grey while an episode runs, then green or red.
+    """Write an MP4 that every browser plays: frames are grey while an episode runs, then green or red.
 
     Args:
-        tiles: at least one; their videos may differ in length and size, not in frames per second.
-        path: of the MP4.
+        tiles: at least one; videos may differ in length and size, but not in frame rate.
+        path: path of the MP4.
 
     Raises:
         OSError: a video can't be read.
@@ -69,7 +63,7 @@ def write_grid(tiles: list[Tile], path: Path) -> None:
 
 
 def arrange(pictures: list[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
-    """Return pictures of one size ``uint8[H,W,3]`` in rows of ``columns``; what is left over is black."""
+    """Arrange images of one size ``uint8[H,W,3]`` in rows of ``columns``; unused cells are black."""
     blank = np.zeros_like(pictures[0])
     rows = [pictures[start : start + columns] for start in range(0, len(pictures), columns)]
     rows[-1] = rows[-1] + [blank] * (columns - len(rows[-1]))
@@ -79,7 +73,6 @@ def arrange(pictures: list[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8
 def _draw(
     clip: NDArray[np.uint8], at: int, success: bool, caption: NDArray[np.uint8], size: tuple[int, int]
 ) -> NDArray[np.uint8]:
-    """Return frame ``at``, or the last one, in its frame and above its caption."""
     ended = at >= len(clip) - 1
     colour = (SUCCESS if success else FAILURE) if ended else RUNNING
     frame = clip[min(at, len(clip) - 1)]
@@ -88,7 +81,7 @@ def _draw(
     top = BORDER_PX + (size[0] - frame.shape[0]) // 2
     left = BORDER_PX + (size[1] - frame.shape[1]) // 2
     tile[top : top + frame.shape[0], left : left + frame.shape[1]] = frame
-    # A mark of its own shape beside the colour: not everyone tells red from green.
+    # A shape next to the colour: not everyone can tell red from green.
     if ended:
         _mark(tile, success, colour)
     return np.concatenate([tile, caption])

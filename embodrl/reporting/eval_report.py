@@ -1,4 +1,4 @@
-"""The page of an evaluation: one HTML file with figures, bars with intervals, episodes and how to repeat it."""
+"""The page of an evaluation: one HTML file with figures, bars with intervals, episodes and reproduction commands."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EpisodeFigures(TypedDict):
 
 
 class OtherFigures(TypedDict):
-    """The result of the same episodes played otherwise; ``change`` is from the main figures to these."""
+    """Results of the same episodes under another decoding; ``change`` is from the main figures to these."""
 
     success_rate: float | None
     interval: tuple[float, float]
@@ -67,7 +67,7 @@ class AxisFigures(OtherFigures):
 
 
 class EvalContent(TypedDict):
-    """What eval.json has; rate and means are None without an episode."""
+    """Content of eval.json; rate and means are None without an episode."""
 
     success_rate: float | None
     success_at_end: float | None
@@ -94,15 +94,7 @@ class EvalContent(TypedDict):
 
 
 def eval_page(content: EvalContent, title: str, directory: Path, grid: Path | None, videos: list[Path]) -> str:
-    """Return the page.
-
-    Args:
-        content: as eval.json has it.
-        title: of the page.
-        directory: where the page will lie; videos are named from there.
-        grid: the video of all filmed episodes.
-        videos: one per filmed episode.
-    """
+    """Return the page; video paths are relative to ``directory``."""
     settings = content["settings"]
     rows = [(name, row) for name, row in content["tasks"].items()]
     parts = [
@@ -150,14 +142,14 @@ def _rate(value: float | None) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Rate]]) -> str:
-    """Return an inline SVG: for each task or axis its name, a bar from 0 to 100 %, and a whisker over its interval.
+    """Return an inline SVG: name of each task or axis, a bar from 0 to 100 %, and a whisker for its interval.
 
-    It is as wide as its place. Lengths are in percent, as a drawing that is scaled has letters of any size.
+    The SVG fills its container. Lengths are in percent, since scaling a drawing would scale its letters.
     """
     height = ROW_PX * len(rows) + 20
     parts: list[str] = []
     for tick in (0, 25, 50, 75, 100):
-        for top in range(0, ROW_PX * len(rows), ROW_PX):  # beside the bars alone: above them stand names and rates
+        for top in range(0, ROW_PX * len(rows), ROW_PX):  # behind the bars only: names and rates are above them
             parts.append(f'<line class="grid" x1="{tick}%" x2="{tick}%" y1="{top + 19}" y2="{top + 39}"/>')
         anchor = {0: "start", 100: "end"}.get(tick, "middle")
         parts.append(f'<text x="{tick}%" y="{height - 5}" text-anchor="{anchor}">{tick} %</text>')
@@ -261,7 +253,7 @@ def _grid(grid: Path, embedder: Embedder) -> str:
 
 
 def _failures(episodes: Sequence[EpisodeFigures], embedder: Embedder, videos: list[Path]) -> str:
-    """List the failed episodes with their seeds, the filmed ones with their videos; then the other videos."""
+    """List the failed episodes with their seeds and videos, then the other videos."""
     by_number = {int(path.stem.split("_")[1]): path for path in videos}
     steps = {episode["number"]: episode["length"] for episode in episodes}
     failed = [episode for episode in episodes if not episode["success"]]

@@ -1,7 +1,7 @@
-"""An evaluation as vla-evaluation-harness writes it, for its merging and its tables.
+"""An evaluation in the result format of vla-evaluation-harness, for its merging and tables.
 
-The layout is that of ``BenchmarkResult``: github.com/allenai/vla-evaluation-harness, src/vla_eval/results/collector.py.
-Episodes that faults of the simulator ended count as failures there, with a reason.
+The layout is ``BenchmarkResult``: github.com/allenai/vla-evaluation-harness, src/vla_eval/results/collector.py.
+Episodes ended by simulator faults count as failures there, with a reason.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-import embodrl
 from embodrl.reporting.eval_report import EpisodeFigures
+from embodrl.version import __version__
 
 METRICS = {"success": "mean", "success_at_end": "mean"}
 
@@ -25,20 +25,15 @@ def harness_result(
 ) -> dict[str, object]:
     """Return the content of the file.
 
-    Args:
-        benchmark: what was measured, e.g. ``libero_spatial``.
-        tasks: names; episode i has number ``i mod n``. The harness calls LIBERO's tasks by their instructions.
-        episodes: those that were completed.
-        num_episodes: how many there should be.
-        seed: of the evaluation.
-        config: what else is to be kept.
+    Episode i has task ``i mod n``. The harness calls LIBERO's tasks by their instructions. ``num_episodes`` is the
+    expected number, ``episodes`` the completed ones, and ``config`` further content to keep.
     """
     done = {episode["number"]: episode for episode in episodes}
     rows = [_task(name, range(index, num_episodes, len(tasks)), done) for index, name in enumerate(tasks)]
     return {
         "benchmark": benchmark,
         "mode": "sync",
-        "harness_version": f"embodrl {embodrl.__version__}",
+        "harness_version": f"embodrl {__version__}",
         "created_at": datetime.now(UTC).isoformat(),
         "tasks": rows,
         "config": dict(config),
@@ -72,7 +67,7 @@ def _episode(index: int, found: EpisodeFigures | None) -> dict[str, object]:
 
 
 def _means(rows: Sequence[Mapping[str, object]]) -> dict[str, float]:
-    """Return ``mean_<metric>`` over the rows that have it, rounded as there."""
+    """Return ``mean_<metric>`` over the rows that have it, rounded as in the harness."""
     found: dict[str, float] = {}
     for name in METRICS:
         values = [metrics[name] for row in rows if isinstance(metrics := row["metrics"], dict) and name in metrics]

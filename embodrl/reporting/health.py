@@ -27,14 +27,7 @@ DIVERGED_ITERATIONS = 3
 
 @dataclass(frozen=True)
 class HealthWarning:
-    """A sign that a run does not learn.
-
-    Attributes:
-        code: stable identifier, explained in docs/it_does_not_learn.md.
-        iteration: of the row that showed it.
-        message: what was seen, with the numbers.
-        hint: what to try.
-    """
+    """A sign that a run does not learn; ``code`` is explained in docs/it_does_not_learn.md."""
 
     code: str
     iteration: int
@@ -46,40 +39,39 @@ class HealthWarning:
 
 
 class HealthMonitor:
-    """Looks at the metrics of one iteration after the other; every warning is given once per run.
+    """Checks the metrics of each iteration; gives every warning once per run.
 
-    A healthy run of the shipped examples stays far away from all thresholds (KL below 0.04, clip fraction below 0.09,
+    A healthy run of the shipped examples stays far from all thresholds (KL below 0.04, clip fraction below 0.09,
     entropy above 88 % of its first value):
 
     * ``kl-too-large``: ``train/approx_kl`` above ``MAX_KL`` = 0.2 nats.
-    * ``logprobs-disagree``: ``train/first_minibatch_kl``, taken before the first step of an update, above
-      ``MAX_FIRST_KL`` = 0.005. There the weights are those of the rollout and every probability ratio is 1, up to
-      rounding: 0.0004 with rollouts in bfloat16, below 1e-6 in float32. More means that ``evaluate_actions`` and
-      ``predict_action_batch`` of the policy disagree.
+    * ``logprobs-disagree``: ``train/first_minibatch_kl``, from before the first step of an update, above
+    ``MAX_FIRST_KL`` = 0.005. At that point the rollout's weights are still in use and every probability ratio is 1, up
+    to rounding: 0.0004 with rollouts in bfloat16, below 1e-6 in float32. A larger value means that ``evaluate_actions``
+    and ``predict_action_batch`` of the policy disagree.
     * ``clip-fraction-too-large``: ``train/clip_fraction`` above ``MAX_CLIP_FRACTION`` = 0.3 in ``CLIPPED_ITERATIONS`` =
-      3 consecutive iterations.
+    3 consecutive iterations.
     * ``entropy-collapse``: ``train/entropy`` below ``MIN_ENTROPY_FRACTION`` = 10 % of the run's first value in
-      ``COLLAPSED_ITERATIONS`` = 2 consecutive iterations, while fewer than ``SOLVED_RATE`` = 90 % of the training
-      episodes succeed. Not checked for policies whose entropy is not positive.
+    ``COLLAPSED_ITERATIONS`` = 2 consecutive iterations, while fewer than ``SOLVED_RATE`` = 90 % of the training
+    episodes succeed. Not checked for policies whose entropy is not positive.
     * ``no-success``: no training episode succeeded in ``UNSUCCESSFUL_ITERATIONS`` = 5 consecutive iterations.
     * ``critic-worse-than-mean``: ``train/explained_variance`` below 0 in ``BAD_CRITIC_ITERATIONS`` = 5 consecutive
-      iterations.
-    * ``no-update``: no optimizer step in ``IDLE_ITERATIONS`` = 3 consecutive iterations, e.g. as every group of DAPO
-      succeeded or failed as a whole.
-    * ``warm-start-without-task``: a run from a warm start solved none of at least ``BLIND_EPISODES`` = 16 episodes of
-      the evaluation before its first update.
-    * ``failure-pays``: the failed episodes of a rollout earned as much as the solved ones on average, in
-      ``MISPAID_ITERATIONS`` = 3 consecutive iterations that had both.
-    * ``critic-divergence``: the mean Q of an off-policy run is beyond ``MAX_Q_RATIO`` = 20 times the largest mean
-      return of its episodes (at least 1) and grows, in ``DIVERGED_ITERATIONS`` = 3 consecutive iterations.
+    iterations.
+    * ``no-update``: no optimizer step in ``IDLE_ITERATIONS`` = 3 consecutive iterations, e.g. since every group of DAPO
+    succeeded or failed as a whole.
+    * ``warm-start-without-task``: a run from a warm start solved none of at least ``BLIND_EPISODES`` = 16 episodes in
+    the evaluation before its first update.
+    * ``failure-pays``: failed episodes of a rollout earned as much as solved ones on average, in ``MISPAID_ITERATIONS``
+    = 3 consecutive iterations with both.
+    * ``critic-divergence``: the mean Q of an off-policy run exceeds ``MAX_Q_RATIO`` = 20 times the largest mean return
+    of its episodes (at least 1) and grows, in ``DIVERGED_ITERATIONS`` = 3 consecutive iterations.
 
-    An off-policy run, known by its replay buffer, gets the checks that its metrics are meant for: no success,
-    warm start, reward and critics. The entropy of its actors is one of densities and is steered to a target, and it
-    updates nothing until its buffer has enough.
+    An off-policy run, recognised by its replay buffer, is only checked for success, warm start, reward and critics: the
+    entropy of its actors is a density's and is steered to a target, and it makes no updates until its buffer is filled.
 
     Args:
         rows: metrics of earlier iterations (a resumed run), whose warnings are not repeated.
-        warm_started: the policy began with weights that it was trained with.
+        warm_started: the policy began with weights that were trained on its task.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), warm_started: bool = False) -> None:
@@ -93,7 +85,6 @@ class HealthMonitor:
             self.check(row)
 
     def check(self, row: Mapping[str, Any]) -> list[HealthWarning]:
-        """Return the new warnings of an iteration."""
         found: list[HealthWarning] = []
         for sign in self._signs(row):
             if not math.isnan(sign.value):
@@ -130,7 +121,7 @@ class HealthMonitor:
         yield _Sign("failure-pays", measured, measured >= 0, MISPAID_ITERATIONS, message, hint)
 
     def _off_policy_signs(self, row: Mapping[str, object]) -> Iterator[_Sign]:
-        """Critics that have diverged; the entropy of a density, ratios and clipping say nothing here."""
+        """Check for diverged critics; density entropies, ratios and clipping mean nothing here."""
         returned = abs(_number(row, "rollout/return"))
         q = abs(_number(row, "train/q_mean"))
         self._largest_return = max(self._largest_return, 0.0 if math.isnan(returned) else returned)
@@ -183,7 +174,7 @@ class HealthMonitor:
 
 
 class _Sign(NamedTuple):
-    """What a row says of a warning, which needs ``iterations`` bad ones in a row; a value of NaN does not count."""
+    """One row's evidence for a warning, which needs ``iterations`` bad rows in sequence; NaN does not count."""
 
     code: str
     value: float
@@ -203,6 +194,6 @@ def find_warnings(rows: Iterable[Mapping[str, object]], warm_started: bool = Fal
 
 
 def _number(row: Mapping[str, object], name: str) -> float:
-    """Return a metric; NaN if the row has none, or no finite number."""
+    """Return a metric; NaN if it is missing or not finite."""
     value = row.get(name)
     return float(value) if is_number(value) else math.nan

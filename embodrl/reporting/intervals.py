@@ -16,7 +16,7 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
     """Return Wilson's score interval of a binomial proportion; (0, 1) without a trial.
 
     With ``p = successes / trials``, ``n = trials`` and ``z`` the normal quantile: ``(p + z^2/2n ± z sqrt(p(1-p)/n +
-    z^2/4n^2)) / (1 + z^2/n)`` (Wilson, 1927). Unlike ``p ± z sqrt(p(1-p)/n)`` it has a width at 0 and at 1.
+    z^2/4n^2)) / (1 + z^2/n)`` (Wilson, 1927). Unlike ``p ± z sqrt(p(1-p)/n)`` it does not collapse at 0 and 1.
     """
     if not trials:
         return 0.0, 1.0
@@ -31,7 +31,7 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
 
 
 def eval_interval(row: Mapping[str, object]) -> tuple[float, float] | None:
-    """Return the interval of the evaluation in a row of metrics.jsonl; None if it has none, or no valid one."""
+    """Return the interval of the evaluation in a row of metrics.jsonl; None if missing or invalid."""
     rate = row.get("eval/success_rate")
     episodes = row.get("eval/episodes")
     if not is_number(rate) or not is_number(episodes) or not 0 <= rate <= 1 or episodes < 1:
@@ -41,6 +41,6 @@ def eval_interval(row: Mapping[str, object]) -> tuple[float, float] | None:
 
 
 def interval_text(row: Mapping[str, object]) -> str:
-    """Return ``" (95 % interval 47 to 65 %)"`` of the evaluation in a row of metrics.jsonl, or ""."""
+    """Return ``" (95 % interval 47 to 65 %)"`` for the evaluation in a row of metrics.jsonl, or ""."""
     found = eval_interval(row)
     return f" ({CONFIDENCE_TEXT} interval {100 * found[0]:.0f} to {100 * found[1]:.0f} %)" if found else ""

@@ -1,4 +1,4 @@
-"""The log of a run: every record in a file, warnings on the screen as well."""
+"""The log of a run: every record in a file, warnings also on the screen."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 MAX_BYTES = 16 << 20
 OLDER_FILES = 2
-"""Size of a log file, and how many full ones are kept beside it (``embodrl.log.1``, ``.2``)."""
+"""Size of a log file, and how many full ones are kept (``embodrl.log.1``, ``.2``)."""
 PER_WINDOW = 200
 WINDOW_S = 60.0
-"""Records that one place in the code may log within a time."""
+"""Rate limit: log records from one place in the code, per time window."""
 
 
 @dataclass
 class _Place:
-    """What a place in the code has logged since the time ``start`` (``time.monotonic``)."""
+    """Records logged from one place in the code since ``start`` (``time.monotonic``)."""
 
     start: float
     count: int = 0
@@ -38,9 +38,9 @@ class _Place:
 
 
 class FloodFilter(logging.Filter):
-    """Drops what one place in the code logs too often; the next record from there says how many it were.
+    """Drops excessive records from one place in the code; its next record reports how many were dropped.
 
-    Handlers and loggers share it: the first one that has a record decides for all.
+    Handlers and loggers share it: the first one to see a record decides for all.
     """
 
     def __init__(self) -> None:
@@ -54,10 +54,10 @@ class FloodFilter(logging.Filter):
         return known["kept"]
 
     def _keep(self, record: logging.LogRecord) -> bool:
-        # Python's warnings all come from one line of the interpreter, and begin with their own.
+        # Python's warnings all come from one line of the interpreter, and begin with their source line.
         own = record.getMessage().partition(": ")[0] if record.name == "py.warnings" else ""
         key = (record.name, record.lineno, own)
-        now = time.monotonic()  # the clock of the records may be set back
+        now = time.monotonic()  # the clock of log records may go backwards
         place = self.places.setdefault(key, _Place(now))
         if now - place.start >= WINDOW_S:
             self.places[key] = _Place(now)
@@ -71,12 +71,12 @@ class FloodFilter(logging.Filter):
 
 
 class _LogFile(RotatingFileHandler):
-    """A file whose loss, such as by a full disk, is reported once and costs nothing else."""
+    """A log file whose failure, e.g. on a full disk, is reported once and does nothing else."""
 
     lost = False
 
     def _open(self) -> TextIOWrapper:
-        # Text from elsewhere may hold surrogates, which have no encoding.
+        # Foreign text may contain surrogates, which can't be encoded.
         return open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=open_descriptor)
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -85,26 +85,23 @@ class _LogFile(RotatingFileHandler):
         logging.getLogger(__name__).warning("logging to %s ends: %s", self.baseFilename, sys.exc_info()[1])
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written before is flushed once more
+        with contextlib.suppress(OSError):  # the unwritten rest is flushed once more
             super().close()
 
 
 class _Screen(logging.Handler):
-    """The present ``sys.stderr``: a live panel puts its own in place, so that lines appear above it."""
+    """The current ``sys.stderr``, which a live panel replaces so that lines appear above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal or pipe is closed; there is nowhere to say so
+        with contextlib.suppress(OSError, ValueError):  # the terminal or pipe is closed; nowhere left to report it
             print(f"{record.levelname.lower()}: {without_controls(record.getMessage())}", file=sys.stderr)
 
 
 class RunLog:
-    """While it is entered, log records from INFO on go to a file, and from WARNING on to stderr as well.
+    """While entered, writes log records from INFO up to a file, and from WARNING up to stderr as well.
 
-    Files rotate, and floods are cut down. A file that can't be written costs a warning: it must not hide what the run
-    has to report.
-
-    Args:
-        path: appended to.
+    Files rotate, and floods are limited. A file that can't be written only causes a warning, so that the run's own
+    reports are not lost.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +133,7 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._file is not None and not self._file.lost:
-            # The command line shows it on the screen.
+            # Shown on the screen by the command line.
             record = logging.LogRecord(__name__, logging.ERROR, "", 0, repr(error), None, (type(error), error, trace))
             self._file.handle(record)
         for (name, line, _), place in list(self._flood.places.items()):

@@ -1,4 +1,4 @@
-"""metrics.jsonl: reading its rows, and bringing it back to what a checkpoint knows."""
+"""Reads metrics.jsonl, and restores it to the state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SFT_METRICS_FILE = "sft_metrics.jsonl"
-"""Of a run of `embodrl sft`, whose iterations are optimizer steps."""
+"""Metrics file of `embodrl sft`, whose iterations are optimizer steps."""
 MAX_BYTES = 2**30
 MAX_ITERATION = 2**53
 Row = dict[str, Any]
 
 
 def metrics_path(run_dir: Path) -> Path:
-    """Return the path of a run's rows: of one that trains by RL, or of `embodrl sft` where only its file is there."""
+    """Return the path of a run's metrics: the RL file, or the one of `embodrl sft` if only that exists."""
     imitated = run_dir / SFT_METRICS_FILE
     return imitated if imitated.is_file() and not (run_dir / METRICS_FILE).is_file() else run_dir / METRICS_FILE
 
 
 def is_imitation(rows: list[Row]) -> bool:
-    """Return whether rows are of supervised fine-tuning."""
+    """Whether rows are from supervised fine-tuning."""
     return bool(rows) and "loss" in rows[-1] and "step" in rows[-1]
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of a metrics.jsonl; lines that are damaged are left out with a warning.
+    """Return the rows of a metrics.jsonl; damaged lines are left out with a warning.
 
-    A last line cut off by a crash is left out silently. A line of an iteration that has a row already, such as that of
-    an evaluation beside training, is part of that row.
+    A last line truncated by a crash is left out silently. A second line of an iteration, such as an asynchronous
+    evaluation's, is merged into its row.
 
     Raises:
-        OutputError: there is a file that can't be read, such as a link, a pipe or one of more than ``MAX_BYTES``.
+        OutputError: the file can't be read, e.g. a link, a pipe, or larger than ``MAX_BYTES``.
     """
     try:
         lines = read_regular_file(path, MAX_BYTES).splitlines(keepends=True)
@@ -49,7 +49,7 @@ def read_metrics(path: Path) -> list[Row]:
         lines = []
     except OSError as error:
         reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
-        hint = "restore the file from a copy; a run has it as a regular file"
+        hint = "restore the file from a copy; it must be a regular file"
         raise OutputError(f"{path} can't be read: {reason}", hint, code="metrics-unreadable") from error
     rows = [parse_row(line) for line in lines]
     damaged = [number for number, row in enumerate(rows, start=1) if row is None]
@@ -65,17 +65,10 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def restore_metrics(path: Path, saved: bytes) -> bytes:
-    """Bring a metrics.jsonl back to what a checkpoint knows of it; says which lines were damaged.
-
-    Args:
-        path: of the file.
-        saved: its content when the checkpoint was made; later rows are dropped.
-
-    Returns:
-        ``saved``.
+    """Restore a metrics.jsonl to ``saved``, its content in a checkpoint, and return that; warns about damaged lines.
 
     Raises:
-        OSError: it can't be written.
+        OSError: the file can't be written.
     """
     try:
         found = read_regular_file(path, MAX_BYTES)
@@ -99,7 +92,7 @@ def restore_metrics(path: Path, saved: bytes) -> bytes:
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Return the row of a line; None if it is none."""
+    """Parse a line; None if it is not a row."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What the HTML pages share: one self-contained file each, for light and dark screens, desktops and phones."""
+"""Common parts of the HTML pages: one self-contained file each, for light and dark screens, desktops and phones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from urllib.parse import quote
 from embodrl.errors import without_controls
 from embodrl.fields import read_regular_file
 
-# Controls but tab and newline, half characters of names that are not UTF-8, and what turns the direction of text.
+# Controls except tab and newline, surrogates of names that are not UTF-8, and bidirectional controls.
 UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 EMBED_BYTES = 16 * 2**20
-"""Videos of a page beyond this are linked, not embedded: browsers are slow with larger files."""
+"""Videos beyond this total are linked, not embedded: browsers are slow with larger files."""
 
 STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1c2024; --soft: #667078; --line: #dde1e5; --card: #f7f8fa;
@@ -75,7 +75,7 @@ details summary { cursor: pointer; color: var(--soft); margin: .8rem 0 .2rem; }
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return a whole HTML page; ``title`` is text, ``parts`` are HTML. Characters in ``UNFIT`` are written out."""
+    """Return an HTML page; ``title`` is text, ``parts`` are HTML. Characters in ``UNFIT`` are escaped."""
     text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -91,12 +91,9 @@ def figures(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], value_columns: Sequence[int] = ()) -> str:
-    """Return a table of text; on a narrow page each row of one with a head is a list of titles and cells.
+    """Return a table; on a narrow page each row of a table with a head becomes a list of titles and cells.
 
-    Args:
-        head: titles of the columns; empty for none.
-        rows: cells as text or ``Html``.
-        value_columns: columns in a monospaced font.
+    ``value_columns`` have a monospaced font.
     """
     names = [html.escape(name) for name in head]
     lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"] if head else []
@@ -112,7 +109,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], value_columns: 
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def _cell(cell: object) -> str:
@@ -120,10 +117,9 @@ def _cell(cell: object) -> str:
 
 
 class Embedder:
-    """Embeds files into a page until ``EMBED_BYTES`` are used, and links the others.
+    """Embeds files into a page up to ``EMBED_BYTES``, and links the others.
 
-    Args:
-        directory: where the page lies.
+    ``directory`` is the directory of the page.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -131,7 +127,7 @@ class Embedder:
         self._left = EMBED_BYTES
 
     def source(self, path: Path) -> str:
-        """Return a ``data:`` address of an MP4, or its path from the page if it is too large or no regular file."""
+        """Return a ``data:`` URL of an MP4, or its relative path if it is too large or not a regular file."""
         try:
             content = read_regular_file(path, self._left)
         except OSError:
@@ -142,9 +138,7 @@ class Embedder:
     def episode(self, path: Path, steps: int | None = None) -> str:
         """Return the video of an episode, ``episode_<number>_<outcome>.mp4``, framed in the colour of its outcome.
 
-        Args:
-            path: the video.
-            steps: of the episode, if they are known.
+        ``steps`` is the length of the episode, if known.
         """
         number, _, outcome = path.stem.removeprefix("episode_").partition("_")
         length = "" if steps is None else f", {steps:,} steps"
@@ -158,5 +152,5 @@ class Embedder:
 
 
 def relative(path: Path, directory: Path) -> str:
-    """Return the address of a file below ``directory`` for a page in it."""
+    """Return the relative URL of a file below ``directory``."""
     return quote(os.fsencode(path.relative_to(directory)))

@@ -1,4 +1,4 @@
-"""Success of two evaluations on the same episodes, compared pair by pair."""
+"""Paired comparison of the success of two evaluations on the same episodes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from embodrl.reporting.intervals import wilson_interval
 
 Key = TypeVar("Key")
 EPSILON = 1e-18
-"""A term below this part of the sum changes nothing."""
+"""Terms below this fraction of the sum change nothing."""
 
 
 class PairedFigures(TypedDict):
-    """What ``compare_pairs`` returns.
+    """Result of ``compare_pairs``.
 
-    ``difference`` is the second success rate minus the first over the ``pairs`` episodes that both have run, with its
-    interval; ``only_first`` and ``only_second`` count those that one alone has solved.
+    ``difference`` is the second success rate minus the first over the ``pairs`` common episodes, with its interval;
+    ``only_first`` and ``only_second`` count episodes solved by one evaluation alone.
     """
 
     pairs: int
@@ -29,10 +29,10 @@ class PairedFigures(TypedDict):
 
 
 def compare_pairs(first: Mapping[Key, bool], second: Mapping[Key, bool]) -> PairedFigures:
-    """Compare the outcomes of two evaluations, by what identifies an episode; others than shared ones do not count.
+    """Compare the outcomes of two evaluations, by episode id; only common episodes count.
 
-    The p-value is McNemar's, exact and two-sided: of the binomial distribution of ``only_first`` among the episodes
-    that one alone has solved, with probability 1/2.
+    The p-value is McNemar's exact two-sided test: the binomial distribution of ``only_first`` among the episodes solved
+    by one evaluation alone, with probability 1/2.
     """
     shared = [(first[key], second[key]) for key in first if key in second]
     both = shared.count((True, True))
@@ -53,7 +53,7 @@ def compare_pairs(first: Mapping[Key, bool], second: Mapping[Key, bool]) -> Pair
 def _lower_tail(trials: int, most: int) -> float:
     """Return the probability of at most ``most`` successes in ``trials`` with probability 1/2, in linear time.
 
-    The terms are taken from the largest down, each from the one before; only the largest needs a logarithm.
+    Terms are computed from the largest down, each from the previous one; only the largest needs a logarithm.
     """
     log_comb = math.lgamma(trials + 1) - math.lgamma(most + 1) - math.lgamma(trials - most + 1)
     term = total = 1.0
@@ -66,12 +66,12 @@ def _lower_tail(trials: int, most: int) -> float:
 
 
 def paired_interval(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, float]:
-    """Return the interval of the difference a - b of two proportions of the same cases; (-1, 1) without a case.
+    """Return the interval of the difference a - b of two paired proportions; (-1, 1) without a case.
 
     Method 10 of Newcombe 1998 (Statistics in Medicine 17, 2635-2650): Wilson's intervals ``[l, u]`` of both
-    proportions, joined with their correlation ``phi``: ``d - sqrt(x^2 - 2 phi x y + y^2)`` with ``x = p_a - l_a``,
+    proportions, combined with their correlation ``phi``: ``d - sqrt(x^2 - 2 phi x y + y^2)`` with ``x = p_a - l_a``,
     ``y = u_b - p_b``, and ``d + sqrt(...)`` with ``x = p_b - l_b``, ``y = u_a - p_a``. The numerator of ``phi`` is
-    corrected for continuity where it is positive.
+    corrected for continuity if positive.
     """
     cases = both + only_a + only_b + neither
     if not cases:

@@ -1,4 +1,4 @@
-"""A progress bar with rate and ETA on a terminal, a plain line now and then elsewhere."""
+"""A progress bar with rate and ETA on a terminal, an occasional plain line elsewhere."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ PLAIN_INTERVAL_S = 10.0
 
 
 class Progress:
-    """Shows how far a long task is.
+    """Shows the progress of a long task.
 
     Args:
-        title: what is being done.
-        total: how many units there are.
-        unit: their name.
         mode: auto, rich, plain or off; auto is rich on a terminal.
-        is_even: units take about the same time, so that a rate and the time that is left can be shown.
+        is_even: units take about the same time, so that a rate and the remaining time can be shown.
     """
 
     def __init__(self, title: str, total: int, unit: str, mode: str = "auto", is_even: bool = True) -> None:
@@ -38,7 +35,7 @@ class Progress:
         self._first = 0
 
     def start_at(self, done: int) -> None:
-        """Count what an earlier process has done as done, but not in the rate."""
+        """Count units from an earlier process as done, but exclude them from the rate."""
         self._first = done
         self._start_s = time.monotonic()
         if self._bar is not None:
@@ -60,7 +57,7 @@ class Progress:
         return self
 
     def update(self, done: int, note: str = "") -> None:
-        """Show that ``done`` units are done, those of earlier processes included."""
+        """Show that ``done`` units are done, including those of earlier processes."""
         now_s = time.monotonic()
         rate = (done - self._first) / max(now_s - self._start_s, 1e-9)
         if self._bar is not None:
@@ -75,13 +72,12 @@ class Progress:
 
     @contextmanager
     def within(self, title: str, total: int, unit: str) -> Iterator[Progress]:
-        """Show a task that interrupts this one, by lines of its own; its time does not count in this one's rate."""
+        """Pause for a nested task, which prints its own lines and does not count in this task's rate."""
         began_s = time.monotonic()
         yield Progress(title, total, unit, "off" if self.mode == "off" else "plain")
         self._start_s += time.monotonic() - began_s
 
     def message(self, text: str) -> None:
-        """Show a line of its own."""
         if self.mode != "off":
             self._print(text)
 

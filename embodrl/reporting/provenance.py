@@ -1,4 +1,4 @@
-"""Reading ``provenance.json``, the list of the processes that worked on a run."""
+"""Reads ``provenance.json``, the list of the processes that worked on a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ PROVENANCE_FILE = "provenance.json"
 
 
 def read_provenance(run_dir: Path) -> list[dict[str, object]]:
-    """Return the records of a run, the oldest first; empty where there are none or the file is damaged."""
+    """Return the records of a run, oldest first; empty if there are none or the file is damaged."""
     return _read(run_dir / PROVENANCE_FILE) or []
 
 
 def is_damaged(run_dir: Path) -> bool:
-    """Return whether there is a file that can't be read as records."""
+    """Whether the file exists but can't be read as records."""
     return (run_dir / PROVENANCE_FILE).exists() and _read(run_dir / PROVENANCE_FILE) is None
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained report.html with charts, videos and how the run came about."""
+"""The report of a run: one self-contained report.html with charts, videos and provenance."""
 
 from __future__ import annotations
 
@@ -50,16 +50,12 @@ MAX_LOGS = 40
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``report.html`` from what a run has left: its metrics, config.yaml, provenance.json, videos and logs.
+    """Write ``report.html`` from a run's metrics, config.yaml, provenance.json, videos and logs; return its path.
 
-    Args:
-        run_dir: directory of the run; without one of the other files its part is left out.
-
-    Returns:
-        the path of report.html.
+    ``run_dir`` may lack any file but the metrics; that part is then left out.
 
     Raises:
-        OutputError: there are no metrics, or they can't be read, or the directory can't be written.
+        OutputError: the metrics are missing or can't be read, or the directory can't be written.
     """
     run_dir = Path(run_dir)
     write_text_file(run_dir / "report.html", report_page(run_dir))
@@ -70,12 +66,14 @@ def report_page(run_dir: Path) -> str:
     """Return the page about a run, which may still be training.
 
     Raises:
-        OutputError: there are no metrics, or they can't be read.
+        OutputError: the metrics are missing or can't be read.
     """
     rows = read_metrics(metrics_path(run_dir))
     if not rows:
         raise OutputError(
-            f"{run_dir} has no metrics", "name the directory of a run that has done an iteration", code="no-metrics"
+            f"{run_dir} has no metrics",
+            "name the directory of a run that has completed an iteration",
+            code="no-metrics",
         )
     config, text, unreadable = read_run_config(run_dir)
     records = read_provenance(run_dir)
@@ -134,7 +132,7 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
     steps = int(number(rows[-1], "env_steps"))
     found.append((f"{rows[-1]['iteration']}", "iterations"))
     found.append((f"{steps:,}", "environment steps"))
-    return [*found, (f"{steps / seconds:.0f}", "environment steps per second, all included")] if seconds else found
+    return [*found, (f"{steps / seconds:.0f}", "environment steps per second of wall time")] if seconds else found
 
 
 def _warnings(rows: Rows, config: Mapping[str, Any]) -> str:
@@ -217,8 +215,8 @@ def _videos(run_dir: Path) -> str:
     parts = ["<h2>Videos</h2>"]
     if others:
         names = html.escape(", ".join(path.relative_to(run_dir).as_posix() for path in others[:MAX_LOGS]))
-        parts.append(f'<p class="sub">Left out, as they are no regular files of the run: {names}</p>')
-    for folder in folders:  # the newest first: they are embedded as long as there is room
+        parts.append(f'<p class="sub">Left out, since they are not regular files of the run: {names}</p>')
+    for folder in folders:  # newest first: embedded while there is room
         name = folder.name.replace("iteration_", "Evaluation after iteration ").replace("_", " ")
         items = "".join(embedder.episode(path) for path in videos if path.parent == folder)
         gallery = f'<div class="videos">{items}</div>'
@@ -248,7 +246,7 @@ def _origin(records: list[dict[str, Any]], config: Mapping[str, Any], run_dir: P
     rows += [("seeds", seeds)] if seeds else []
     if (run_dir / "checkpoints" / "best").is_symlink():
         rows.append(("best checkpoint", (run_dir / "checkpoints" / "best").readlink().name))
-    return f"<h2>How it was made</h2>\n{table((), rows)}" if rows else ""
+    return f"<h2>Provenance</h2>\n{table((), rows)}" if rows else ""
 
 
 def _unreadable(reason: str) -> str:
@@ -272,7 +270,7 @@ def _differences(config: Mapping[str, object], text: str) -> str:
 
 
 def _defaults() -> dict[str, object]:
-    """Return what `embodrl train` without arguments uses; the schema's values where that can't run here."""
+    """Return the settings of `embodrl train` without arguments; the schema's values if that is invalid here."""
     try:
         return load_config([]).config.model_dump(mode="json")
     except EmbodrlError:
@@ -285,4 +283,4 @@ def _files(run_dir: Path) -> str:
     links = ", ".join(
         f'<a href="{relative(path, run_dir)}">{html.escape(path.relative_to(run_dir).as_posix())}</a>' for path in paths
     )
-    return f'<h2>Files of the run</h2>\n<p class="sub">Beside this page: {links}</p>' if links else ""
+    return f'<h2>Files of the run</h2>\n<p class="sub">Next to this page: {links}</p>' if links else ""

@@ -1,4 +1,4 @@
-"""Reading values out of metrics rows and nested settings, for pages about one run or several."""
+"""Reads values from metrics rows and nested settings, for pages about runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from embodrl.reporting.metrics_file import Row
 
 
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """Return (iteration, value) of a metric where it is a finite number."""
+    """Return (iteration, value) of a metric where it is finite."""
     return [(row["iteration"], float(row[name])) for row in rows if is_number(row.get(name))]
 
 
 def number(row: Mapping[str, object], name: str) -> float:
-    """Return a metric; 0 where it is missing or no finite number."""
+    """Return a metric; 0 if it is missing or not finite."""
     value = row.get(name)
     return float(value) if is_number(value) else 0.0
 
@@ -29,7 +29,7 @@ def elapsed_s(rows: Sequence[Row]) -> list[float]:
 
 
 def other_rates(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the success of the row's evaluation by what else actions were chosen by: decoding -> rate."""
+    """Return the success of the row's evaluation under the other decodings: decoding -> rate."""
     prefix = "eval/success_rate_"
     return {key.removeprefix(prefix): float(row[key]) for key in row if key.startswith(prefix) and is_number(row[key])}
 
@@ -47,7 +47,7 @@ def task_names(rows: Sequence[Row], prefix: str) -> list[str]:
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, list positions included; None if there is none."""
+    """Return the value at a dotted key, list positions included; None if absent."""
     node: Any = config
     for part in key.split("."):
         if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
@@ -68,7 +68,7 @@ def setting_text(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a finite number, within the range of a float."""
+    """Whether a value is a finite number, within the range of a float."""
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""Reading the files of a run that may be somebody else's: regular files within bounds, never links or pipes."""
+"""Reads files of a possibly foreign run: regular files of limited size, never links or pipes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ CONFIG_FILE = "config.yaml"
 
 
 def read_run_config(run_dir: Path) -> tuple[dict[str, Any], str, str]:
-    """Read the config.yaml of a run with the limits that ``--config`` has.
+    """Read the config.yaml of a run with the limits of ``--config``.
 
     Returns:
-        The settings, the text of the file, and why it can't be read; empty where there is none.
+        Settings, text of the file, and the reason if it can't be read; empty if there is none.
     """
     try:
         text = read_regular_file(run_dir / CONFIG_FILE, MAX_FILE_BYTES).decode()
@@ -32,9 +32,9 @@ def read_run_config(run_dir: Path) -> tuple[dict[str, Any], str, str]:
 
 
 def own_files(run_dir: Path, *patterns: str) -> tuple[list[Path], list[Path]]:
-    """Return the regular files of a run that match, sorted; and the other matches, such as links and pipes.
+    """Return the matching regular files of a run, sorted; and the other matches, such as links and pipes.
 
-    What lies behind a link to a directory is not the run's either.
+    Files behind a link to a directory do not belong to the run either.
     """
     root = run_dir.resolve()
     found = sorted({path for pattern in patterns for path in run_dir.glob(pattern)})

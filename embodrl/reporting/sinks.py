@@ -1,6 +1,6 @@
-"""Where metrics go: metrics.jsonl always, trackers as configured.
+"""Destinations of metrics: always metrics.jsonl, and the configured trackers.
 
-Everything that depends on the clock has a name under ``time/``; all else is the same in two runs with one seed.
+Metrics that depend on the clock are named ``time/...``; all others are the same in two runs with one seed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MetricValue = float | int | str | None
 
 
 class Tracker(Protocol):
-    """A place that metrics are copied to; whatever it raises costs the tracker, not the run."""
+    """A destination that metrics are copied to; its errors disable the tracker, not the run."""
 
     def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
         """Record the numbers of an iteration."""
@@ -52,16 +52,15 @@ class Tracker(Protocol):
 class TensorBoardTracker:
     """Scalars in a TensorBoard event file.
 
-    Written here, not by torch's SummaryWriter: its thread prints tracebacks when the disk is full, and then stops the
-    process that waits for its queue.
+    Written here, not by torch's SummaryWriter, whose thread prints tracebacks when the disk is full, and then blocks
+    the process on its queue.
 
     Args:
-        directory: of the event files.
         resume_iteration: later iterations of an earlier process are hidden; None for a new run.
     """
 
     def __init__(self, directory: Path, resume_iteration: int | None) -> None:
-        # By name: the classes of these modules are made when they are imported.
+        # By name: protobuf creates the classes of these modules at import.
         proto = import_module("tensorboard.compat.proto.event_pb2")
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -95,7 +94,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; the run's id is kept in ``wandb_id.txt``, so that a resumed run continues there.
+    """Weights & Biases; a resumed run continues under the run id in ``wandb_id.txt``.
 
     Raises:
         MissingDependencyError: the package is not installed.
@@ -127,7 +126,7 @@ class WandbTracker:
         )
 
     def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
-        """Record numbers; W&B's steps never go back: late ones get the present step, and ``eval/iteration``."""
+        """Record numbers; W&B's steps never decrease: late ones get the current step, and ``eval/iteration``."""
         known = {name: value for name, value in metrics.items() if value is not None}
         if iteration < self._step:
             known = known | {"iteration": self._step, "eval/iteration": iteration}
@@ -135,17 +134,13 @@ class WandbTracker:
         self._run.log(known, step=self._step)
 
     def close(self) -> None:
-        """Finish uploading.
-
-        Raises:
-            TimeoutError: it takes too long: without a network, it would try forever.
-        """
+        """Finish uploading; raises TimeoutError if that takes too long: without a network, it would never end."""
         errors: list[Exception] = []
 
         def finish() -> None:
             try:
                 self._run.finish()
-            except Exception as error:  # noqa: BLE001  whatever it is, it is raised again in the thread that waits
+            except Exception as error:  # noqa: BLE001  re-raised in the waiting thread
                 errors.append(error)
 
         thread = threading.Thread(target=finish, name="wandb-finish", daemon=True)
@@ -153,7 +148,7 @@ class WandbTracker:
         thread.join(WANDB_FINISH_S)
         if thread.is_alive():
             raise TimeoutError(
-                f"the upload is not done after {WANDB_FINISH_S:g} s; `wandb sync {self._directory}/wandb/*run-*`"
+                f"the upload is not complete after {WANDB_FINISH_S:g} s; `wandb sync {self._directory}/wandb/*run-*`"
                 " uploads the rest"
             )
         if errors:
@@ -161,25 +156,23 @@ class WandbTracker:
 
 
 class MetricsLogger:
-    """Writes one JSON object an iteration, and copies it to the trackers.
+    """Writes one JSON object per iteration, and copies it to the trackers.
 
-    It adds ``time/elapsed_s``, the sum of ``time/total_s`` over the iterations so far, resumed ones included.
+    Adds ``time/elapsed_s``, the sum of ``time/total_s`` over all iterations, including those before a resume.
 
     Args:
-        run_dir: gets metrics.jsonl, tensorboard/ and wandb/.
-        config: which trackers.
-        resume_iteration: None for a new run; otherwise the file goes back to ``saved``, which ends with that iteration,
-            and ends up as that of an uninterrupted run.
-        run_config: shown by trackers.
+        run_dir: directory of metrics.jsonl, tensorboard/ and wandb/.
+        resume_iteration: None for a new run; otherwise the file is restored to ``saved``, which ends with that
+            iteration, so that it ends up like an uninterrupted run's.
         trackers: replaces the configured ones (tests).
-        file_name: of the metrics in ``run_dir``.
-        saved: the ``content`` when the checkpoint was made that is resumed.
+        file_name: name of the metrics file in ``run_dir``.
+        saved: ``content`` from the checkpoint being resumed.
 
     Attributes:
         content: the whole file, for checkpoints.
 
     Raises:
-        OutputError: the file can't be written, or a new run would append to the metrics of an old one.
+        OutputError: the file can't be written, or a new run would append to an old run's metrics.
         MissingDependencyError: a tracker's package is not installed.
     """
 
@@ -206,11 +199,11 @@ class MetricsLogger:
                 self._elapsed_s = next((float(row["time/elapsed_s"]) for row in found if "time/elapsed_s" in row), 0.0)
             self._file = open(self.path, "ab", opener=_open_no_link)  # noqa: SIM115  (closed by ``close``)
         except OSError as error:
-            # A device, pipe or directory under this name, or a link.
+            # A device, pipe, directory or link with this name.
             foreign = self.path.is_symlink() or (self.path.exists() and not self.path.is_file())
             hint = "set runner.output_dir to a writable directory"
             if foreign:
-                hint = f"move {self.path} away: it is not a file of embodrl's; `embodrl resume` restores its rows"
+                hint = f"move {self.path} away: it is not a file of embodrl; `embodrl resume` restores its rows"
             raise OutputError(f"{self.path} can't be written: {error}", hint) from error
         if trackers is None:
             trackers = self._build_trackers(config, resume_iteration, run_config or {})
@@ -239,18 +232,14 @@ class MetricsLogger:
                 trackers[name] = build()
             except MissingDependencyError:
                 raise
-            except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
+            except Exception as error:  # noqa: BLE001  a tracker may raise anything, and must not end the run
                 logger.warning("%s is disabled for this run: it could not be started: %s", name, error)
         return trackers
 
     def log(self, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-        """Append the metrics of an iteration, synced to disk, and copy them to the trackers.
+        """Append the metrics of an iteration, synced to disk, and copy them to the trackers; return them as written.
 
-        Args:
-            metrics: with ``iteration``; a number that is not finite is written as null.
-
-        Returns:
-            the metrics as written.
+        ``metrics`` includes ``iteration``; non-finite numbers are written as null.
 
         Raises:
             OutputError: metrics.jsonl can't be written.
@@ -259,7 +248,7 @@ class MetricsLogger:
         return self.log_late({**metrics, "time/elapsed_s": round(self._elapsed_s, 3)})
 
     def log_late(self, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
-        """Append what becomes known later of an iteration that has a row; as ``log``, without adding to the time."""
+        """Append late metrics of an iteration that already has a row; as ``log``, without adding to the time."""
         row = {name: _finite(value) for name, value in metrics.items()}
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
@@ -276,7 +265,7 @@ class MetricsLogger:
     def _guard(self, name: str, call: Callable[[Tracker], None]) -> None:
         try:
             call(self._trackers[name])
-        except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
+        except Exception as error:  # noqa: BLE001  a tracker may raise anything, and must not end the run
             logger.warning("%s is disabled for the rest of this run: %s; metrics.jsonl is complete", name, error)
             del self._trackers[name]
 
@@ -287,7 +276,7 @@ class MetricsLogger:
         self._trackers = {}
         try:
             self._file.close()
-        except OSError as error:  # ``log`` has synced every row, or has raised: nothing more is lost
+        except OSError as error:  # ``log`` has synced every row or raised: nothing more is lost
             logger.error("%s could not be closed: %s", self.path, error)
 
     def __enter__(self) -> MetricsLogger:

@@ -1,7 +1,7 @@
-"""Standard output and standard error that may go away: their loss never ends a run.
+"""Standard output and error that may fail at any time without ending the run.
 
-A pipe whose reader has gone fails with EPIPE. A terminal that was closed fails with EIO where SIGHUP is ignored
-(``nohup``, ``disown``), and a full disk behind a redirection with ENOSPC.
+A pipe whose reader has exited fails with EPIPE. A closed terminal fails with EIO if SIGHUP is ignored (``nohup``,
+``disown``), and a full disk behind a redirection with ENOSPC.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class SafeStream(io.TextIOBase):
-    """Writes to another stream until that fails; then one warning is logged, and nothing is written any more.
+    """Writes to another stream until that fails, then logs one warning and discards all further output.
 
     Args:
-        stream: None where the process has none.
-        name: of the stream, for the warning.
+        stream: wrapped stream; None if the process has none.
+        name: name of the stream, for the warning.
     """
 
     def __init__(self, stream: TextIO | None, name: str) -> None:
@@ -34,11 +34,10 @@ class SafeStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Encoding of the other stream."""
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def write(self, text: str, /) -> int:
-        """Write text; return its length whatever happens."""
+        """Write text; return its length in any case."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -49,7 +48,6 @@ class SafeStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the other stream."""
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -57,37 +55,34 @@ class SafeStream(io.TextIOBase):
                 self._lose(error)
 
     def isatty(self) -> bool:
-        """Return whether the other stream is a terminal."""
         with contextlib.suppress(OSError, ValueError):
             return self._stream is not None and self._stream.isatty()
         return False
 
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor of the other stream."""
         if self._stream is None:
             raise io.UnsupportedOperation("fileno")
         return self._stream.fileno()
 
     def close(self) -> None:
-        """Do nothing: the other stream belongs to others, and ``io`` closes, that is flushes, what is collected."""
+        """No-op: the wrapped stream belongs to others, and ``io`` closes, i.e. flushes, collected streams."""
 
     def _lose(self, error: Exception) -> None:
         stream = self._stream
         self._stream = None
-        # What the stream still holds is flushed when the interpreter exits, which must not fail either.
+        # The interpreter flushes the stream's buffer at exit, which must not fail either.
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
             assert stream is not None
             os.dup2(nowhere.fileno(), stream.fileno())
-        if logger.hasHandlers():  # a run with a log; `embodrl list | head` has none
+        if logger.hasHandlers():  # only for a run with a log, not for `embodrl list | head`
             logger.warning("%s is lost (%s); the run continues, with its log file", self._name, error)
 
 
 def safe_console() -> Console:
-    """Return a console on the present standard output, made safe."""
+    """Return a console on a safe wrapper of the current standard output."""
     from rich.console import Console
 
     safe = sys.stdout if isinstance(sys.stdout, SafeStream) else SafeStream(sys.stdout, "standard output")
@@ -96,7 +91,7 @@ def safe_console() -> Console:
 
 @contextlib.contextmanager
 def safe_streams() -> Iterator[None]:
-    """Make standard output and standard error of this process safe in the block."""
+    """Make standard output and error of this process safe in the block."""
     before = sys.stdout, sys.stderr
     if not any(isinstance(stream, SafeStream) for stream in before):
         sys.stdout = SafeStream(before[0], "standard output")  # pyright: ignore[reportAttributeAccessIssue]

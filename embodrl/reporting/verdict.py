@@ -1,4 +1,4 @@
-"""Early stopping, and the gate against regressions: what follows from the evaluations of a run."""
+"""Early stopping and the regression gate: decisions from the evaluations of a run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ SUCCESS = "eval/success_rate"
 
 
 def is_solved(rows: Sequence[Row], success_rate: float | None, evaluations: int) -> bool:
-    """Return whether each of the last evaluations reached a success rate, in 0 to 1.
+    """Whether each of the last ``evaluations`` reached a success rate (0 to 1; None is never reached).
 
-    Args:
-        rows: of metrics.jsonl; an evaluation before the first update does not count.
-        success_rate: ``runner.stop_at_success``; None is never reached.
-        evaluations: ``runner.stop_evaluations``.
+    An evaluation before the first update does not count.
     """
     if success_rate is None:
         return False
@@ -26,12 +23,7 @@ def is_solved(rows: Sequence[Row], success_rate: float | None, evaluations: int)
 
 
 def regression(rows: Sequence[Row], allowed: float | None) -> EmbodrlError | None:
-    """Return the error of an evaluation, that of the last row, that is too far below the best one before it.
-
-    Args:
-        rows: of metrics.jsonl.
-        allowed: ``runner.max_regression``; None allows everything.
-    """
+    """Return an error if the last row's evaluation is more than ``allowed`` (None: any) below the best earlier one."""
     rates = [(float(row[SUCCESS]), int(row["iteration"])) for row in rows if is_number(row.get(SUCCESS))]
     if allowed is None or len(rates) < 2 or not is_number(rows[-1].get(SUCCESS)):
         return None
@@ -41,7 +33,7 @@ def regression(rows: Sequence[Row], allowed: float | None) -> EmbodrlError | Non
         return None
     where = f"the best checkpoint, with runner.keep_best, and policy_best/ are those of iteration {at}"
     if not at:
-        where = "nothing was saved that is better than what the run began with (model.warm_start)"
+        where = "no saved checkpoint is better than the initial policy (model.warm_start)"
     return EmbodrlError(
         f"the evaluation after iteration {iteration} has a success rate of {last:.3f}, {best - last:.3f} below the"
         f" best, {best:.3f} after iteration {at}: more than runner.max_regression={allowed:g}",

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import embodrl
 from embodrl.config.protocol import protocol_of
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
@@ -32,6 +31,7 @@ from embodrl.storage.json_file import check_json_file, write_json_file, write_te
 from embodrl.trainer.afterwards import afterwards
 from embodrl.trainer.provenance import compute_text, describe_compute, describe_process, versions
 from embodrl.types import Decoding
+from embodrl.version import __version__
 from embodrl.workers.env import check_videos
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
@@ -128,7 +128,7 @@ class EvalDirectory:
             "tasks": {task: _task(records) for task, records in by_task.items()},
             "settings": self._settings(result),
             "protocol": protocol_of(self.config),
-            "versions": {"embodrl": embodrl.__version__, "python": platform.python_version(), **versions()},
+            "versions": {"embodrl": __version__, "python": platform.python_version(), **versions()},
             "compute": describe_compute(self.config),
             "simulator": self.simulator,
             "first_pictures": result.first_pictures,

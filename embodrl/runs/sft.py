@@ -37,7 +37,7 @@ from embodrl.trainer.parts import make_trainer
 from embodrl.trainer.provenance import compute_text
 from embodrl.trainer.saving import is_complete, iteration_of
 from embodrl.trainer.schedule import Schedule
-from embodrl.trainer.session import RunSession, run_directory_of, run_tries
+from embodrl.trainer.session import RunSession, run_directory_of, run_with_restarts
 from embodrl.trainer.settings import load_saved
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def sft(loaded: LoadedConfig) -> int:
     config = loaded.config
     directory = Path(config.sft.output_dir)
     backend = config.actor.training_backend
-    if not ENGINES.entry(backend).imitates:
+    if not ENGINES.entry(backend).every_update:
         raise UsageError(
             f"`embodrl sft` does not support actor={backend}", "use actor=native or actor=fsdp", code="sft-backend"
         )
@@ -73,7 +73,7 @@ def sft(loaded: LoadedConfig) -> int:
     with names_output():
         preflight(directory, LEAST_FREE_BYTES)
     with removed_if_empty(directory, (LOCK_FILE, LOG_FILE, STATISTICS_FILE)), run_directory_of(directory) as lock:
-        return run_tries(loaded, directory, lock, work)
+        return run_with_restarts(loaded, directory, lock, work)
 
 
 def is_sft_run(directory: Path) -> bool:
@@ -109,7 +109,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
             steps = f"{iteration_of(checkpoint)}/{total}"
             logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", steps)
             return 0
-        return run_tries(loaded, directory, lock, work, checkpoint, saved.text)
+        return run_with_restarts(loaded, directory, lock, work, checkpoint, saved.text)
 
 
 def work(session: RunSession) -> int:

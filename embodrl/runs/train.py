@@ -10,7 +10,7 @@ import torch
 
 from embodrl.config import LoadedConfig
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.learners.rollout import RolloutLearner, Watch
+from embodrl.learners.rollout import RolloutLearner, RunCallbacks
 from embodrl.pipelines.load import graph_of
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
@@ -32,7 +32,7 @@ from embodrl.trainer.provenance import compute_text
 from embodrl.trainer.result import TrainResult, already_complete, conclude
 from embodrl.trainer.saving import is_complete, iteration_of
 from embodrl.trainer.schedule import Schedule
-from embodrl.trainer.session import RunSession, run_directory_of, run_tries
+from embodrl.trainer.session import RunSession, run_directory_of, run_with_restarts
 from embodrl.trainer.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
 from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
@@ -61,7 +61,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
             message = f"{run_dir / found[0]} exists, and is not of a run that has begun here: it would be replaced"
             raise OutputError(message, "choose another runner.output_dir, or move it away", code="run-exists")
         preflight(run_dir, LEAST_FREE_BYTES)
-        return run_tries(loaded, run_dir, lock, work)
+        return run_with_restarts(loaded, run_dir, lock, work)
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -103,14 +103,14 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
                 code="checkpoint-missing",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
-        return run_tries(loaded, directory, lock, work, None, saved.text)
+        return run_with_restarts(loaded, directory, lock, work, None, saved.text)
     state = checkpoint.state
     generators = num_generators(config, loaded.deployment)
     done = iteration_of(checkpoint)
     refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators, done)
     if is_complete(checkpoint, config.runner.max_iterations) and has_results(directory):
         return already_complete(config, directory, checkpoint, done, overrides)
-    return run_tries(loaded, directory, lock, work, checkpoint, saved.text)
+    return run_with_restarts(loaded, directory, lock, work, checkpoint, saved.text)
 
 
 def work(session: RunSession) -> TrainResult:
@@ -152,12 +152,11 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
         return bool(session.stop)
 
     console.phase("starting simulators")
-    parts = build(session, device, stopped, closing)
-    parts.engine.on_step = console.step
+    parts = build(session, device, stopped, closing, console.step)
     publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
-    watch = Watch(lambda: bool(session.stop), console.phase)
-    learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, watch, publish_to)
+    callbacks = RunCallbacks(lambda: bool(session.stop), console.phase)
+    learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, callbacks, publish_to)
     schedule = Schedule.of_training(config)
-    trainer = make_trainer(session, learner, schedule, console, closing, has_reference=config.algorithm.kl.coef > 0)
+    trainer = make_trainer(session, learner, schedule, console, closing)
     # Only now: settings with which it could not be resumed are not kept.
     return trainer, session.record(trainer.iteration, console.message)

@@ -1,7 +1,7 @@
-"""Bounded, named queues between workers: who puts waits while the queue is full, who gets waits while it is empty.
+"""Bounded, named queues between workers: ``put`` blocks while the queue is full, ``get`` while it is empty.
 
-On one host the queue is the kernel's: a local socket that all share keeps the messages in order, and their tensors lie
-in memory files that are handed over. An event counter holds the free places. No process in the middle, no thread.
+On one host a shared local socket keeps the messages in order, memory files carry their tensors, and an event counter
+holds the free places. No broker process, no thread.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pa
 from embodrl.scheduler.messages import CODEC
 
 MAX_CAPACITY = 64
-"""Messages in a channel at once; the kernel queues no more of them."""
+"""Limit on messages in a channel; the kernel queues no more."""
 
 
 class Channel(ABC):
-    """A queue of values that ``messages.CODEC`` can send; each value goes to one of the receivers.
-
-    Args:
-        name: name in messages.
-        capacity: values in it at most.
-    """
+    """A queue of values that ``messages.CODEC`` can send; each value goes to one receiver."""
 
     def __init__(self, name: str, capacity: int) -> None:
         if not 1 <= capacity <= MAX_CAPACITY:
@@ -39,40 +34,46 @@ class Channel(ABC):
 
     @abstractmethod
     def put(self, value: object, timeout_s: float | None = None) -> None:
-        """Add a value, waiting for room.
+        """Add a value; blocks while the channel is full.
 
         Raises:
-            ChannelClosed: it is closed.
-            ChannelTimeout: it stayed full.
+            ChannelClosed: the channel is closed.
+            ChannelTimeout: the channel stayed full.
             MessageError: the value can't be sent.
         """
 
     @abstractmethod
     def get(self, timeout_s: float | None = None) -> object:
-        """Take the oldest value, waiting for one.
+        """Take the oldest value; blocks while the channel is empty.
 
         Raises:
-            ChannelClosed: it is closed and empty.
-            ChannelTimeout: it stayed empty.
+            ChannelClosed: the channel is closed and empty.
+            ChannelTimeout: the channel stayed empty.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let nothing more in; what is in it can still be taken, and all who wait are woken."""
+        """Reject further puts; queued items stay readable; wake all waiters."""
 
     def _closed(self) -> ChannelClosed:
-        return ChannelClosed(f"channel '{self.name}' is closed", "get until it is empty, and put before it is closed")
+        return ChannelClosed(
+            f"channel '{self.name}' is closed", "get until the channel is empty, and put only before it is closed"
+        )
 
     def _timeout(self, state: str, timeout_s: float | None) -> ChannelTimeout:
-        hint = "see what those at the other end wait for" if state == "empty" else "take values faster, or give up"
+        hint = (
+            "check what the workers at the other end wait for"
+            if state == "empty"
+            else "consume values faster, or give up waiting"
+        )
         seconds = 0.0 if timeout_s is None else timeout_s
         return ChannelTimeout(f"channel '{self.name}' ({self.capacity} places) stayed {state} for {seconds:g} s", hint)
 
 
 class SharedChannel(Channel):
-    """A channel between processes of one host; they inherit its file descriptors.
+    """A channel between processes of one host, which inherit its file descriptors.
 
-    A process that is killed while it puts or gets may take one place with it.
+    A process killed during a put or get may take one place of the capacity with it.
     """
 
     def __init__(self, name: str, capacity: int = 2, descriptors: tuple[int, int, int, int] | None = None) -> None:
@@ -90,14 +91,14 @@ class SharedChannel(Channel):
 
     @property
     def descriptors(self) -> tuple[int, int, int, int]:
-        """What a process inherits to be part of it."""
+        """File descriptors that a process inherits to use the channel."""
         return self._free, self._end, self._inlet.fileno(), self._outlet.fileno()
 
     def put(self, value: object, timeout_s: float | None = None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             ready = wait_for({self._free: select.POLLIN, self._end: select.POLLIN}, deadline)
-            # First: a closed channel takes nothing more, even where places are free.
+            # Checked first: a closed channel rejects values even if places are free.
             if self._end in ready:
                 raise self._closed()
             if not ready:
@@ -106,10 +107,10 @@ class SharedChannel(Channel):
                 os.eventfd_read(self._free)
                 break
             except BlockingIOError:
-                continue  # another was faster
+                continue  # another process was faster
         try:
             self._sender.send(Frame(Kind.ITEM, value=value), deadline)
-        except BaseException:  # a signal too must not lose the free place; raised again
+        except BaseException:  # not even a signal may lose the free place; re-raised
             os.eventfd_write(self._free, 1)
             raise
 
@@ -123,12 +124,12 @@ class SharedChannel(Channel):
             ready = wait_for({self._outlet.fileno(): select.POLLIN, self._end: select.POLLIN}, deadline)
             if not ready:
                 raise self._timeout("empty", timeout_s)
-            # Only without a message as well: what is in a closed channel can still be taken.
+            # Only if no message is left: a closed channel can still be drained.
             if ready == {self._end}:
                 raise self._closed()
 
     def close(self) -> None:
-        # It is never read, so that it stays readable and wakes everyone who waits.
+        # Never read, so that it stays readable and wakes all waiters.
         os.eventfd_write(self._end, 1)
 
     def release(self) -> None:
@@ -140,7 +141,7 @@ class SharedChannel(Channel):
 
 
 class LocalChannel(Channel):
-    """A channel within one process, where waiting would be forever: full and empty are errors at once."""
+    """A channel within one process, where waiting would never end: full and empty are errors at once."""
 
     def __init__(self, name: str, capacity: int = 2) -> None:
         super().__init__(name, capacity)

@@ -1,4 +1,4 @@
-"""Groups of workers, and handles on what they were asked for."""
+"""Groups of workers, and handles of their calls."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from embodrl.processes.ending import closing_grace_s
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running, settle
 from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
+from embodrl.specs import LAUNCHERS
 
 START_TIMEOUT_S = 180.0
 _LOOK_S = 0.2
 _NOTICE_S = 5.0
-"""Within which the death of a process is noticed."""
+"""Seconds within which the death of a process is noticed."""
 
 
 class Handle:
-    """A call that has begun.
+    """A call in progress.
 
     Args:
-        method: its name.
-        futures: futures by rank, of those that were called.
-        collect: function from their results to the result of the call.
-        explain: what is known of a rank that does not answer.
+        futures: futures of the called ranks, by rank.
+        collect: combines their results into the result of the call.
+        explain: returns diagnostics of a rank that does not answer.
     """
 
     def __init__(
@@ -44,68 +43,62 @@ class Handle:
         self._explain = explain
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Wait, and return the result.
+        """Wait for the result.
 
         Raises:
             WorkerRaised: the method raised in some rank.
-            WorkerDied: a process of the group has gone.
-            WorkerTimeout: a rank did not answer in time; tells where it is.
+            WorkerDied: a process of the group has died.
+            WorkerTimeout: a rank did not answer in time; the message shows its stack.
         """
         wait_all([self], timeout_s)
         return self._collect([self.futures[rank].result().value for rank in sorted(self.futures)])
 
     @property
     def done(self) -> bool:
-        """Whether every rank has answered or failed."""
         return all(future.done() for future in self.futures.values())
 
     @property
     def error(self) -> BaseException | None:
-        """The first error that is known, without waiting."""
+        """The first known error, without waiting."""
         errors = (future.exception() for future in self.futures.values() if future.done())
         return next((error for error in errors if error is not None), None)
 
     @property
     def durations(self) -> dict[int, float]:
-        """Seconds in the worker by rank, of those that have answered."""
+        """Seconds in the worker, by rank, of the ranks that have answered."""
         return {r: f.result().seconds for r, f in self.futures.items() if f.done() and f.exception() is None}
 
     @property
     def duration_s(self) -> float:
-        """Seconds of the slowest rank so far."""
         return max(self.durations.values(), default=0.0)
 
     def metrics(self, name: str | None = None) -> dict[str, float]:
-        """Return ``time/NAME_s``, the seconds of the slowest rank; NAME is the method's by default."""
+        """Return ``time/NAME_s``, the seconds of the slowest rank; NAME defaults to the method's name."""
         return {f"time/{name or self.method}_s": self.duration_s}
 
     def timeout_error(self, timeout_s: float) -> WorkerTimeout:
-        """Return the error that names the ranks that have not answered, with the stack of the first."""
+        """Return an error that names the ranks without an answer, with the stack of the first."""
         late = [rank for rank, future in sorted(self.futures.items()) if not future.done()]
         ranks = ", ".join(map(str, late))
         return WorkerTimeout(
             f"{self.method}: no answer from rank {ranks} within {timeout_s:g} s",
-            "see where it is below; close the group to end it",
+            "its stack is below; close the group to end the worker",
             late[0],
             log_tail=self._explain(late[0]),
         )
 
 
 def first_cause(error: BaseException, handles: Sequence[Handle]) -> BaseException:
-    """Return the death of a process if another one has reported it as an error of its connection."""
+    """Return the death of a process if another worker reported it as a connection error."""
     futures = [future for handle in handles for future in handle.futures.values()]
     if isinstance(error, WorkerRaised) and len(futures) > 1:
-        wait(futures, _NOTICE_S)  # the report may arrive first
+        wait(futures, _NOTICE_S)  # the report may arrive before the death is noticed
     errors = [future.exception() for future in futures if future.done()]
     return next((found for found in errors if isinstance(found, WorkerDied)), error)
 
 
 def wait_all(handles: Sequence[Handle], timeout_s: float | None = None) -> None:
-    """Wait for several calls, and raise the first error of any, at once: others may wait for the one that failed.
-
-    Raises:
-        WorkerError: see ``Handle.result``.
-    """
+    """Wait for several calls; raise the first error at once, since the other calls may wait for the failed one."""
     futures = [future for handle in handles for future in handle.futures.values()]
     wait(futures, timeout_s, FIRST_EXCEPTION)
     for handle in handles:
@@ -117,13 +110,10 @@ def wait_all(handles: Sequence[Handle], timeout_s: float | None = None) -> None:
 
 
 class WorkerGroup:
-    """Workers of one class; a call of a method marked with ``dispatch`` is shared out among them.
+    """Workers of one class, which share out calls of methods marked with ``dispatch``.
 
     Args:
-        worker_class: their class.
-        name: name in messages and logs.
-        independent: no worker waits for another, so that the death of one fails its own calls only.
-        kwargs: keyword arguments of their constructor.
+        independent: no worker waits for another, so the death of one only fails its own calls.
     """
 
     def __init__(
@@ -150,21 +140,21 @@ class WorkerGroup:
         log_dir: Path | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> Self:
-        """Bring up the workers and wait for their constructors.
+        """Start the workers and wait for their constructors.
 
         Args:
-            places: places of ``Placement.of``; a number is so many processes without devices.
-            launcher: ``inline``, ``process``, ``ray``, or a launcher that several groups share.
+            places: places of ``Placement.of``; a number means that many processes without devices.
+            launcher: ``inline``, ``process``, ``ray``, or a launcher shared by several groups.
             channels: channels by name, made by that launcher.
             log_dir: directory of the workers' output; None keeps it for error messages only.
-            timeout_s: seconds that they may take.
+            timeout_s: time limit of the start, in seconds.
 
         Raises:
-            WorkerError: one failed; none is left running.
-            EmbodrlError: they can't be started.
+            WorkerError: a worker failed; none is left running.
+            EmbodrlError: the workers can't be started.
         """
         if self._workers:
-            raise EmbodrlError(f"group '{self.name}' is running already", "close it first", code="group-order")
+            raise EmbodrlError(f"group '{self.name}' is already running", "close it first", code="group-order")
         if isinstance(places, int):
             places = [ProcessPlace(self.name, rank) for rank in range(places)]
         if not places:
@@ -174,7 +164,7 @@ class WorkerGroup:
         assert self._launcher is not None
         self._failed = None
         self._pending = []
-        # A new name for each launch: torch would take the file of a group that has ended for its own.
+        # A new name for each launch: torch would mistake the file of an ended group for its own.
         rendezvous = self._launcher.rendezvous(f"{self.name}-{secrets.token_hex(4)}")
         self._jobs = [
             Job(
@@ -195,7 +185,7 @@ class WorkerGroup:
             for job in self._jobs:
                 self._workers.append(self._launcher.start(job, self._on_death))
             self._await_start(range(len(self._workers)), timeout_s)
-        except BaseException:  # a signal too must not leave workers; raised again
+        except BaseException:  # not even a signal may leave workers behind; re-raised
             self.kill()
             raise
         return self
@@ -205,11 +195,11 @@ class WorkerGroup:
         Handle(f"{self.name}: start", futures, list, self._explain).result(timeout_s)
 
     def restart(self, rank: int, timeout_s: float = START_TIMEOUT_S, should_stop: Callable[[], bool] = bool) -> None:
-        """Restart one worker with the arguments it had; its state and the calls it had begun are lost.
+        """Restart one worker with its original arguments; its state and pending calls are lost.
 
         Raises:
-            WorkerError: it failed again.
-            InterruptedError: ``should_stop`` answered True; the worker is ended.
+            WorkerError: the worker failed again.
+            InterruptedError: ``should_stop`` returned True; the worker is ended.
         """
         assert self._launcher is not None
         self._workers[rank].kill()
@@ -221,23 +211,23 @@ class WorkerGroup:
             if should_stop():
                 self._workers[rank].kill()
                 raise InterruptedError
-        # Raises what the constructor raised, or that it took too long.
+        # Raises the constructor's error, or a timeout.
         self._await_start([rank], 0.0)
 
     def give_up(self, rank: int, reason: str) -> None:
-        """End a worker that does not answer; its calls fail as those of one that hangs, with its stack."""
+        """End an unresponsive worker; its calls fail like those of a hung one, with its stack."""
         self._workers[rank].give_up(reason)
 
     def close(self, grace_s: float = math.inf) -> None:
-        """End the workers, by force those that do not go by themselves, at the latest after ``closing_grace_s``."""
+        """End the workers, killing the ones still alive after ``closing_grace_s``."""
         grace_s = min(grace_s, closing_grace_s())
         if self._workers:
-            with ThreadPoolExecutor(len(self._workers)) as threads:  # one that hangs takes its whole grace
+            with ThreadPoolExecutor(len(self._workers)) as threads:  # a hung worker uses the whole grace period
                 list(threads.map(lambda worker: worker.close(grace_s), self._workers))
         self._leave()
 
     def kill(self) -> None:
-        """End the workers at once."""
+        """Kill the workers at once."""
         for worker in self._workers:
             worker.kill()
         self._leave()
@@ -254,23 +244,22 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error workers may wait for each other, so that asking them to end would cost the whole grace.
+        # After an error workers may wait for each other, so a graceful end would use the whole grace period.
         self.close() if error is None else self.kill()
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
-        """Number of workers; 0 before ``launch`` and after ``close``."""
         return len(self._workers)
 
     def call(self, method: str, *args: object, **kwargs: object) -> Handle:
-        """Begin a call on the ranks that the method's dispatch names.
+        """Start a call on the ranks that the method's dispatch selects.
 
         Raises:
-            WorkerDied: a worker of the group has gone before.
+            WorkerDied: a worker of the group has already died.
             MessageError: an argument can't be sent.
-            EmbodrlError: there is no such method, the group is not running, or the arguments can't be split.
+            EmbodrlError: no such method, the group is not running, or the arguments can't be split.
         """
         marked = marked_method(self.worker_class, method)
         if not self._workers:
@@ -281,16 +270,16 @@ class WorkerGroup:
         if len(shares) != self.world_size:
             raise EmbodrlError(
                 f"the dispatch of {method} gave {len(shares)} shares for {self.world_size} workers",
-                "return one share per rank, None for those that are not called",
+                "return one entry per rank, None for ranks that are not called",
                 code="dispatch-rows",
             )
         return self._begin(method, shares, marked.collect)
 
     def call_on(self, rank: int, method: str, *args: object, **kwargs: object) -> Handle:
-        """Begin a call on one rank, whatever the method's dispatch; the result is that of the rank.
+        """Start a call on one rank, whatever the method's dispatch; the result is this rank's.
 
         Raises:
-            see ``call``; with ``independent``, what is known of a death is in the handle instead.
+            EmbodrlError: see ``call``; with ``independent``, the handle carries a known death instead.
         """
         marked_method(self.worker_class, method)
         if not self._workers:
@@ -307,7 +296,7 @@ class WorkerGroup:
             if share is not None:
                 futures[rank] = self._workers[rank].call(method, *share)
         self._pending = [future for future in self._pending if not future.done()] + list(futures.values())
-        if self._failed is not None:  # it died meanwhile, and its end did not reach these
+        if self._failed is not None:  # it died meanwhile, before these calls were registered
             self._fail_pending(self._failed)
         return Handle(method, futures, collect, self._explain)
 
@@ -321,11 +310,7 @@ class WorkerGroup:
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
 
     def check(self) -> None:
-        """Raise if a worker has gone.
-
-        Raises:
-            WorkerDied: with its rank and its last output.
-        """
+        """Raise WorkerDied, with its rank and last output, if a worker has died."""
         if self._failed is not None:
             raise self._failed
 
@@ -333,10 +318,10 @@ class WorkerGroup:
         return self._workers[rank].explain_delay() if rank < len(self._workers) else ""
 
     def _on_death(self, error: WorkerError) -> None:
-        """Fail every call of the group: the others may wait for the one that has gone."""
+        """Fail every call of the group: the other workers may wait for the dead one."""
         if self.independent:
-            return  # its own calls have failed
-        # The first death is the cause; others may follow from its lost connections.
+            return  # its own calls have already failed
+        # The first death is the cause; others may follow from lost connections.
         self._failed = self._failed or error
         self._fail_pending(error)
 

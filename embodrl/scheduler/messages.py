@@ -1,4 +1,4 @@
-"""What workers can be sent apart from plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
+"""Types that can be sent to workers besides plain values: tensors, batches, records, ``Deployment``, ``Config``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ import torch
 from torch import Tensor
 
 from embodrl import types
+from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment, Gpu, ProcessPlace, Topology
 from embodrl.errors import MessageError
+from embodrl.hybrid_engines.training.schedule import LearningRates
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.processes.codec import Blobs, Codec, Extension, Read
 from embodrl.storage.files import raw_bytes
 
 _BATCHES: dict[str, type[Batch]] = {"Batch": Batch, "TrajectoryBatch": TrajectoryBatch}
 _RECORDS: dict[str, type[Any]] = {
     name: found for name, found in vars(types).items() if isinstance(found, type) and dataclasses.is_dataclass(found)
-} | {found.__name__: found for found in (Deployment, Gpu, ProcessPlace, Topology)}
+} | {
+    found.__name__: found for found in (Advantages, Deployment, Gpu, LearningRates, ProcessPlace, StateShapes, Topology)
+}
 
 
 def _describe_tensor(value: Tensor, _codec: Codec, blobs: Blobs, where: str) -> object:
-    """Tensors lose their gradient, and those of a GPU come to the CPU."""
+    """Tensors lose their gradient, and GPU tensors move to the CPU."""
     if value.layout != torch.strided or value.is_quantized:
         raise MessageError(f"{where} is a {value.layout} tensor", "send a dense tensor")
     raw = np.frombuffer(raw_bytes(value), np.uint8)
@@ -48,7 +53,7 @@ def _restore_tensor(content: Any, _codec: Codec, read: Read) -> Tensor:
 
 def _describe_batch(value: Batch, codec: Codec, blobs: Blobs, where: str) -> object:
     name = type(value).__name__
-    # A subclass would arrive as its base class, without what it adds.
+    # A subclass would arrive as its base class, without its additions.
     if _BATCHES.get(name) is not type(value):
         raise MessageError(f"{where} is a batch of the class {name}", f"send one of {', '.join(_BATCHES)}")
     parts = {"tree": value.tensors, "objects": value.objects, "meta": value.meta}
@@ -76,7 +81,7 @@ def _restore_record(content: Any, codec: Codec, read: Read) -> object:
 
 
 def _restore_config(content: Any, *_: object) -> Config:
-    for module in json.loads(content)["extensions"]:  # first: they bring settings
+    for module in json.loads(content)["extensions"]:  # first: extensions define settings
         importlib.import_module(module)
     return Config.model_validate_json(content)
 

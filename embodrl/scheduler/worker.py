@@ -1,4 +1,4 @@
-"""Workers: classes whose methods are called on all processes of a group, and how calls are shared out.
+"""Workers: classes whose methods are called on all processes of a group, and the dispatch of calls.
 
 class Learner(Worker):
     @dispatch("split")
@@ -29,24 +29,20 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 Dispatch = Callable[[int, tuple[object, ...], dict[str, object]], Sequence[Arguments | None]]
 """From world size and arguments to the arguments of each rank; None for a rank that is not called."""
 Collect = Callable[[list[object]], object]
-"""From the results of the ranks that were called, in order, to the result of the call."""
+"""From the results of the called ranks, in order, to the result of the call."""
 Method = TypeVar("Method", bound=Callable[..., object])
 _MARK = "_embodrl_dispatch"
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker is.
+    """Identity and resources of a worker.
 
     Attributes:
-        group: name of its group.
-        rank: number of the process, from 0.
-        world_size: workers of the group.
-        node: machine.
-        devices: GPUs, as the machine numbers them; the process sees these only.
-        cpus: logical CPUs that it is bound to; empty for all.
+        rank: process number, from 0.
+        devices: GPUs, as numbered by the machine; the process sees only these.
+        cpus: logical CPUs it is bound to; empty for all.
         rendezvous: ``init_method`` for ``torch.distributed``, the same for all workers of the group.
-        channels: channels by name.
     """
 
     group: str
@@ -60,29 +56,23 @@ class WorkerContext:
 
 
 class Worker:
-    """A part of a run in a process of its own; methods marked with ``dispatch`` are called through its group.
+    """A part of a run in its own process; methods marked with ``dispatch`` are called through its group.
 
-    ``context`` is there already in ``__init__``, whose arguments are those of the group.
+    ``context`` is already set in ``__init__``, which gets the group's keyword arguments.
     """
 
     context: WorkerContext
 
     @property
     def rank(self) -> int:
-        """From 0."""
         return self.context.rank
 
     @property
     def world_size(self) -> int:
-        """Workers of the group."""
         return self.context.world_size
 
     def channel(self, name: str) -> Channel:
-        """Return a channel that the group was launched with.
-
-        Raises:
-            EmbodrlError: there is none of that name.
-        """
+        """Return a channel that the group was launched with; raises EmbodrlError for an unknown name."""
         channels = self.context.channels
         if name not in channels:
             near = nearest(name, list(channels))
@@ -91,11 +81,11 @@ class Worker:
         return channels[name]
 
     def close(self) -> None:
-        """Free what the worker holds; called once, when the group is closed."""
+        """Release resources; called once, when the group is closed."""
 
 
 def make_worker(worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, object]) -> Worker:
-    """Return a worker that knows its context while it is initialised."""
+    """Return a worker whose ``__init__`` can already read its context."""
     # Without the constructor first, which may read the context.
     worker = worker_class.__new__(worker_class)
     worker.context = context
@@ -105,7 +95,7 @@ def make_worker(worker_class: type[Worker], context: WorkerContext, kwargs: Mapp
 
 @dataclass(frozen=True)
 class Marked:
-    """How a method is dispatched, and what becomes of the results."""
+    """Dispatch and collection of a method."""
 
     dispatch: Dispatch
     collect: Collect
@@ -115,18 +105,18 @@ def dispatch(how: str | Dispatch = "one_to_all", collect: Collect | None = None)
     """Mark a method of a worker as callable through its group.
 
     Args:
-        how: ``one_to_all`` (the same arguments to all, a list of results), ``split`` (batches, tensors, arrays and
-            lists are cut into one part a rank, everything else goes to all; results are put together again),
-            ``rank_zero`` (only rank 0, its result), or a function of your own, which runs in the driver.
-        collect: what becomes of the results; None is the usual of ``how``, a list for a function of your own.
+        how: ``one_to_all`` (same arguments to all ranks, list of results), ``split`` (batches, tensors, arrays and
+            lists are split into one part per rank, other arguments go to all; results are joined), ``rank_zero`` (only
+            rank 0, its result), or a function, which runs in the driver.
+        collect: combines the results; None for the default of ``how``, which is a list for a function.
 
     Raises:
-        EmbodrlError: there is no such way.
+        EmbodrlError: unknown dispatch.
     """
     if isinstance(how, str) and how not in _WAYS:
         near = nearest(how, list(_WAYS))
         raise EmbodrlError(
-            f"there is no dispatch '{how}'; known: {', '.join(_WAYS)}",
+            f"unknown dispatch '{how}'; known: {', '.join(_WAYS)}",
             f"did you mean '{near}'?" if near else "name one of them, or give a function",
             code="worker-method",
         )
@@ -141,10 +131,10 @@ def dispatch(how: str | Dispatch = "one_to_all", collect: Collect | None = None)
 
 
 def marked_method(worker_class: type[Worker], name: str) -> Marked:
-    """Return how a method is dispatched.
+    """Return the dispatch of a method.
 
     Raises:
-        EmbodrlError: the class has no such method, or it is not marked.
+        EmbodrlError: the class has no such method, or the method is not marked.
     """
     found = getattr(worker_class, name, None)
     marked = getattr(found, _MARK, None)
@@ -181,14 +171,14 @@ def _split(size: int, args: tuple[object, ...], kwargs: dict[str, object]) -> li
 
 
 def _parts(value: object, size: int, what: str) -> list[object]:
-    """Return one part a rank: rows of what has rows, the same of everything else."""
+    """Return one part per rank: slices of values with rows, the same value for everything else."""
     if not isinstance(value, Batch | Tensor | np.ndarray | list) or (isinstance(value, Tensor) and not value.ndim):
         return [value] * size
     rows = cast(Batch | Tensor | list[object], value)
     if len(rows) % size:
         raise EmbodrlError(
             f"{what} has {len(rows)} rows for {size} workers: {len(rows)} / {size} leaves {len(rows) % size}",
-            "give a multiple of the workers, or pad the batch (Batch.pad)",
+            "pass a multiple of the workers, or pad the batch (Batch.pad)",
             code="dispatch-rows",
         )
     count = len(rows) // size
@@ -196,7 +186,7 @@ def _parts(value: object, size: int, what: str) -> list[object]:
 
 
 def _join(results: list[object]) -> object:
-    """Put the parts together again; results of other kinds stay a list."""
+    """Join the parts; results of other types stay a list."""
     first = results[0]
     if isinstance(first, Batch):
         return type(first).concat(cast(list[Batch], results))

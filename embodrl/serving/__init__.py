@@ -1,1 +1,1 @@
-"""Policy servers: one core that batches the requests of all connections, one file per protocol, and clients."""
+"""Policy servers: one core that batches requests across connections, one file per protocol, and clients."""

@@ -1,7 +1,7 @@
 """embodrl's own HTTP API, described by GET /openapi.json.
 
-Bodies are JSON with arrays as json_numpy writes them, or msgpack with openpi's envelope (``Content-Type:
-application/msgpack``); an answer has the form of its request.
+Bodies are JSON with json_numpy arrays, or msgpack with openpi's envelope (``Content-Type: application/msgpack``); the
+response uses the request's format.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from embodrl import __version__
 from embodrl.errors import ServingError, WireError
 from embodrl.hybrid_engines.weight_sync.follower import stable_directory
 from embodrl.serving.core import explain
@@ -21,6 +20,7 @@ from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Serv
 from embodrl.serving.rollout import answer_of, computation
 from embodrl.serving.session import Session
 from embodrl.serving.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
+from embodrl.version import __version__
 
 if TYPE_CHECKING:
     from aiohttp.web import Request, StreamResponse
@@ -30,7 +30,7 @@ MAX_NAME = 200
 
 
 class ApiListener(HttpListener):
-    """act, reset, info, weights, pause and resume."""
+    """Serves act, rollout, reset, weights, pause, resume and info."""
 
     name = "http"
 
@@ -39,7 +39,7 @@ class ApiListener(HttpListener):
         self.keys = service.wire_map(service.settings.http, "images.{}", "state", "instruction")
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._instance = secrets.token_hex(8)
-        """Of this life of the server: one that was restarted has the weights that it was started with."""
+        """Identifies this server process: after a restart the server has its initial weights again."""
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         posts = (
@@ -56,7 +56,7 @@ class ApiListener(HttpListener):
         ]
 
     def _posted(self, answer: Callable[[Message, Request], Awaitable[Mapping[str, object]]]) -> Handler:
-        """Return a handler that decodes the body, and encodes what ``answer`` makes of it."""
+        """Wrap ``answer`` in a handler that decodes the request body and encodes the response."""
 
         async def handler(request: Request) -> StreamResponse:
             is_msgpack = request.content_type == MSGPACK
@@ -64,10 +64,10 @@ class ApiListener(HttpListener):
                 body = await self.body(request)
                 message = unpack(body, openpi_envelope) if is_msgpack else read_json(body or b"{}")
                 if not isinstance(message, Mapping):
-                    raise WireError("the body is no map", "see GET /openapi.json", code="wire-message")
+                    raise WireError("the body is not a map", "see GET /openapi.json", code="wire-message")
                 content = await answer(message, request)
                 status = 200
-            except Exception as error:  # noqa: BLE001 - told to the client
+            except Exception as error:  # noqa: BLE001 - reported to the client
                 self.core.metrics.count("errors_total", self.name)
                 content = {"error": explain(error)}
                 status = status_of(error)
@@ -86,7 +86,9 @@ class ApiListener(HttpListener):
         prefix = self.service.prefix(message)
         if name is not None and prefix is not None:
             raise WireError(
-                "a session hands out single actions, and continues no chunk", "send one of the two", code="wire-rtc"
+                "a session returns single actions and can't continue a chunk",
+                "send either 'session' or 'rtc'",
+                code="wire-rtc",
             )
         if name is not None:
             action, version = await self._session(name).next_action(observation)
@@ -99,9 +101,9 @@ class ApiListener(HttpListener):
         }
 
     def _session(self, name: object) -> Session:
-        """Return the session of that name; the one that was used least recently makes room for a new one."""
+        """Return the named session, creating it if necessary; evicts the least recently used session when full."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
-            raise WireError(f"a session is named by 1 to {MAX_NAME} characters", "", code="wire-observation")
+            raise WireError(f"a session name has 1 to {MAX_NAME} characters", "", code="wire-observation")
         if name not in self._sessions:
             if len(self._sessions) >= self.service.settings.max_connections:
                 self._sessions.popitem(last=False)
@@ -123,7 +125,7 @@ class ApiListener(HttpListener):
         if report is None and self.service.source.has_taken(directory):
             return {"policy_version": self.core.version, "num_tensors": 0, "num_bytes": 0, "instance": self._instance}
         if report is None:
-            hint = "a version has a directory v000012/ with STABLE in it; see docs/weight_sync.md"
+            hint = "name a version directory such as v000012/ that contains STABLE; see docs/weight_sync.md"
             raise ServingError(f"{directory} has no newer weights", hint, code="server-weights")
         moved = {"num_tensors": report.num_tensors, "num_bytes": report.num_bytes}
         return {"policy_version": report.version, **moved, "instance": self._instance}

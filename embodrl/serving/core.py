@@ -1,7 +1,7 @@
-"""The model behind all protocols: requests of every connection, answered in batches by one thread.
+"""The policy shared by all protocols: one thread computes batches of requests from every connection.
 
-The event loop never computes. While a batch is computed, requests gather for the next one. A free model waits for more
-of them for at most ``serve.max_wait_ms``, and not at all once every client of the last second has asked.
+The event loop never computes. Requests that arrive during a batch form the next one. An idle policy waits up to
+``serve.max_wait_ms`` for more requests, but not once every client active in the last second has sent one.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from embodrl.types import ChunkPrefix, Observation, PolicyOutput
 logger = logging.getLogger(__name__)
 
 ACTIVE_S = 1.0
-"""A client that has asked within that time may ask again soon."""
+"""A client counts as active for this many seconds after its last request."""
 
 
 LOOK_S = 1.0
 GIVE_UP = 4
-"""So many times ``serve.stall_timeout_s`` a batch may hang before the server ends."""
+"""The server ends when a batch hangs for this many times ``serve.stall_timeout_s``."""
 
 
 @dataclass(frozen=True)
 class ServedChunk:
-    """The answer to an observation.
+    """The response to an observation.
 
     Attributes:
         actions: ``float32[C,A]`` in environment units.
-        version: number of updates behind the weights that chose them.
-        batch_size: observations in the batch.
-        infer_ms: milliseconds that the batch took to compute.
-        total_ms: milliseconds from the request's arrival to the answer.
+        version: number of updates behind the weights.
+        infer_ms: compute time of the batch, in milliseconds.
+        total_ms: milliseconds from the request's arrival to the response.
     """
 
     actions: NDArray[np.float32]
@@ -63,11 +62,9 @@ class _Query:
 
 
 class ModelCore(BatchPump[_Query, ServedChunk]):
-    """Answers observations with chunks of actions. Its methods belong to one event loop.
+    """Answers observations with action chunks; its methods belong to one event loop.
 
-    Args:
-        engine: with the policy; its weights may be updated from any thread, between two batches.
-        settings: section ``serve``.
+    ``engine`` may get new weights from any thread, between two batches.
 
     Attributes:
         check_observation: called with every observation of ``act``; raises if the policy must not act on it.
@@ -92,38 +89,35 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
 
     @property
     def version(self) -> int:
-        """Number of updates behind the weights."""
         return self.engine.version
 
     @property
     def stalled(self) -> str:
-        """Why the batch under way counts as hung; "" while none does."""
+        """Why the current batch counts as hung; "" if none does."""
         return self._watch.found
 
     @property
     def is_computing(self) -> bool:
-        """A batch is under way."""
         return self._watch.is_entered
 
     @property
     def is_paused(self) -> bool:
-        """Requests wait until ``resume``."""
+        """Whether requests wait for ``resume``."""
         return not self._running.is_set()
 
     def pause(self) -> None:
-        """Let requests wait; the batch under way is completed."""
+        """Hold new requests; the current batch completes."""
         self._running.clear()
 
     def resume(self) -> None:
-        """Answer again."""
         self._running.set()
 
     def warm_up(self, observation: Observation) -> None:
-        """Compute a batch of one row, so that the first client need not wait for compilers and caches."""
+        """Compute a batch of one row, so that the first client does not wait for compilation and caches."""
         try:
             self.engine.decide(observation, self.settings.decoding)
-        except EmbodrlError as error:  # a made-up observation may lack the state that the policy reads
-            logger.warning("the policy could not be warmed up: %s", error.message)
+        except EmbodrlError as error:  # the example observation may lack the state that the policy reads
+            logger.warning("warm-up failed: %s", error.message)
 
     async def act(
         self,
@@ -132,20 +126,20 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         protocol: str,
         prefix: tuple[NDArray[np.float32], int] | None = None,
     ) -> ServedChunk:
-        """Return the actions by ``serve.decoding`` for an observation ``[1]``.
+        """Return the action chunk for an observation ``[1]``, decoded as ``serve.decoding`` says.
 
         Args:
-            observation: of one row.
-            client: who asks: a hashable object, the same for all requests of a connection.
-            protocol: for the metrics.
-            prefix: what is left of the client's present chunk, and the delay; see ``ChunkPrefix``.
+            observation: observation of one row.
+            client: hashable id of the client, the same for all requests of a connection.
+            protocol: label of the metrics.
+            prefix: remaining actions of the client's current chunk, and the delay; see ``ChunkPrefix``.
 
         Raises:
             ServingError: the server is stopping, or the policy failed.
             EmbodrlError: the observation does not fit the policy.
         """
         if self.is_stopping:
-            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+            raise ServingError("the server is stopping", "connect to another server", code="server-stopping")
         if self.stalled:
             raise self._stalled()
         self.check_observation(observation)
@@ -166,14 +160,14 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         return ServedChunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
 
     async def roll_out(self, compute: Callable[[], PolicyOutput]) -> PolicyOutput:
-        """Return what ``compute`` does with the engine, in a thread: a batch that a run has formed itself.
+        """Run ``compute``, which uses the engine on a batch formed by a training run, in a thread.
 
         Raises:
             ServingError: the server is stopping.
             EmbodrlError: the observations do not fit the policy.
         """
         if self.is_stopping:
-            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+            raise ServingError("the server is stopping", "connect to another server", code="server-stopping")
         if self.stalled:
             raise self._stalled()
         await self._running.wait()
@@ -182,7 +176,6 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
 
     @contextmanager
     def _counted_rollout(self) -> Iterator[None]:
-        """Let ``drain`` wait for the block."""
         self._rollouts += 1
         self._idle.clear()
         try:
@@ -202,7 +195,7 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
             self._active.popitem(last=False)
 
     def forget(self, client: object) -> None:
-        """Expect no more requests of a client, whose connection has ended."""
+        """Stop expecting requests of a client whose connection has ended."""
         self._active.pop(client, None)
 
     async def gather(self, waiting: Sequence[Request[_Query, ServedChunk]]) -> None:
@@ -219,9 +212,9 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
                 return
 
     def choose(self, waiting: list[Request[_Query, ServedChunk]]) -> list[Request[_Query, ServedChunk]]:
-        """Return the oldest requests whose pictures and states have the shapes of the oldest one's.
+        """Return the oldest requests whose image and state shapes match the oldest one.
 
-        Those that continue a chunk and those that do not are computed apart: guidance takes gradients.
+        Requests that continue a chunk form batches of their own, since guidance needs gradients.
         """
 
         def shapes(request: Request[_Query, ServedChunk]) -> tuple[object, ...]:
@@ -232,12 +225,10 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         return [request for request in waiting if shapes(request) == wanted][: self.settings.max_batch_size]
 
     async def watch(self, give_up: Callable[[], None]) -> None:
-        """Look at the batch under way once per second, until the task is cancelled.
+        """Check the current batch for a hang once per second, until the task is cancelled.
 
-        Requests of a batch that hangs get an error, as do new ones until it ends.
-
-        Args:
-            give_up: called if it still hangs after ``GIVE_UP`` times the limit.
+        While a batch hangs, its requests and all new ones fail; after ``GIVE_UP`` times the limit, ``give_up`` is
+        called.
         """
         while True:
             await asyncio.sleep(LOOK_S)
@@ -247,7 +238,7 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
                 for request in list(self._under_way):
                     request.settle(self._stalled())
             elif was and not self.stalled:
-                logger.warning("the batch has ended: requests are answered again")
+                logger.warning("the batch has ended: serving requests again")
             if self._watch.idle_s >= GIVE_UP * self.settings.stall_timeout_s:
                 give_up()
 
@@ -264,26 +255,26 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         try:
             observation = Observation.concat([query.observation for query in batch])
             prefixes = [query.prefix for query in batch if query.prefix is not None]
-            if prefixes:  # of all or none: see ``choose``
+            if prefixes:  # all or none have a prefix: see ``choose``
                 limit = self.settings.rtc_max_guidance_weight
                 output = self.engine.continue_chunk(observation, ChunkPrefix.stack(prefixes), limit)
             else:
                 output = self.engine.decide(observation, self.settings.decoding)
-        except Exception:  # one observation may be what the policy can't read: the others are answered
+        except Exception:  # a single observation may be unreadable for the policy: answer the others
             if len(batch) == 1:
                 raise
             return [self._alone(query) for query in batch]
         return _chunks(output, 1000 * (time.perf_counter() - clock))
 
     def _alone(self, query: _Query) -> ServedChunk:
-        # An exception in the place of an answer reaches whom it concerns: see ``Request.settle``.
+        # An exception in place of a result is raised for that request only: see ``Request.settle``.
         try:
             return self._compute([query])[0]
         except Exception as error:  # noqa: BLE001 - the request raises it
             return error  # pyright: ignore[reportReturnType]
 
     async def drain(self) -> bool:
-        """Refuse new requests and answer those under way; return whether all were answered in time."""
+        """Refuse new requests and finish the current ones; return whether all were answered in time."""
         self.is_stopping = True
         self.resume()
         self._arrival.set()
@@ -298,11 +289,11 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def abandon(self) -> None:
-        """Let ``drain`` end at once."""
+        """Make ``drain`` return at once."""
         self._idle.set()
 
     def figures(self) -> str:
-        """Return all metrics as text."""
+        """Return all metrics in the Prometheus text format."""
         return self.metrics.text(
             {
                 "policy_version": self.version,
@@ -323,7 +314,7 @@ def _chunks(output: PolicyOutput, infer_ms: float) -> list[ServedChunk]:
 
 
 def explain(error: Exception) -> str:
-    """Return an error's message for a client: what is wrong and what to do, without the server's paths or stacks."""
+    """Return an error's message and hint for a client, without the server's paths or stack traces."""
     if isinstance(error, EmbodrlError):
         return f"{error.message} ({error.hint}) [{error.code}]" if error.hint else f"{error.message} [{error.code}]"
     logger.error("a request failed", exc_info=error)

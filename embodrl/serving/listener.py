@@ -1,4 +1,4 @@
-"""What protocols have in common: addresses, tokens, and the HTTP and websocket listener."""
+"""Common parts of the protocols: addresses, tokens, and the HTTP and websocket listener."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embodrl.fields import TooLargeError, unpack
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.serving import door
 from embodrl.serving.core import ModelCore
-from embodrl.serving.door import Door, bound_logs
+from embodrl.serving.door import ConnectionLimiter, bound_logs
 from embodrl.serving.wire.codec import need
 from embodrl.serving.wire.keys import WireMap, vector_of
 from embodrl.types import Observation
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from aiohttp.web import AppRunner, Request, StreamResponse, WebSocketResponse
 
 OPEN_PATHS = ("/health", "/healthz")
-"""What tells only that the server lives, without a token."""
+"""Health checks, answered without a token."""
 VERSION_HEADER = "X-Policy-Version"
-"""Of an answer over HTTP: the version of the weights that computed it."""
+"""Response header with the version of the weights."""
 CLOSE_S = 1.0
 MB = 1 << 20
 _STATUS = {
@@ -45,15 +45,10 @@ _STATUS = {
 
 
 class Service:
-    """What is served, as the protocols see it.
+    """The served policy, as the protocols see it.
 
     Args:
-        core: the model.
-        config: of the policy.
-        token: what clients have to know; None: nothing.
-
-    Attributes:
-        source: of newer weights.
+        token: token that clients must send; None for none.
     """
 
     def __init__(self, core: ModelCore, config: Config, token: str | None) -> None:
@@ -61,7 +56,7 @@ class Service:
         self.config = config
         self.token = token
         self.source = WeightSource(core.engine)
-        # A checkpoint says it itself; the card is that of the policy which its run began with.
+        # A checkpoint records the dimension; the card belongs to the policy that its run started from.
         seen = core.engine.policy.seen_state_dim
         self._state_dim = trained_state_dim(config) if seen is None else seen
         reads = reads_state(config)
@@ -69,10 +64,10 @@ class Service:
         core.check_observation = self.check_state
 
     def check_state(self, observation: Observation) -> None:
-        """Refuse an observation without the state that the policy was trained on: it would act on zeros instead.
+        """Refuse an observation without the state that the policy was trained on, rather than acting on zeros.
 
         Raises:
-            WireError: the state is missing, or has another number of values.
+            WireError: the state is missing or has a wrong number of values.
         """
         found = observation.state.shape[1]
         if self.settings.pad_state or not self._needs_state or found == (self._state_dim or found) != 0:
@@ -80,28 +75,27 @@ class Service:
         wanted = "a state" if self._state_dim is None else f"a state of {self._state_dim} numbers"
         raise WireError(
             f"the policy was trained on {wanted}, and the observation has {found or 'none'}",
-            "send it under the key that the server printed at its start; serve.pad_state=true takes zeros for what"
-            " is missing",
+            "send it under the key that the server printed at startup; serve.pad_state=true pads missing"
+            " values with zeros",
             code="wire-state",
         )
 
     @property
     def settings(self) -> ServeConfig:
-        """Section ``serve``."""
         return self.config.serve
 
     @property
     def max_bytes(self) -> int:
-        """Of a message."""
+        """Size limit of a message."""
         return self.settings.max_message_mb * MB
 
     @property
     def horizon(self) -> int:
-        """Actions of a chunk that are executed where the server hands out one at a time."""
+        """Number of actions executed per chunk where the server returns one action at a time."""
         return self.settings.execution_horizon or self.config.model.num_action_chunks
 
     def admits(self, token: object) -> bool:
-        """Tell whether a token is the right one; in constant time."""
+        """Whether a token is right, compared in constant time."""
         if self.token is None:
             return True
         return isinstance(token, str) and hmac.compare_digest(
@@ -109,26 +103,22 @@ class Service:
         )
 
     def wire_map(self, keys: WireKeysConfig, image: str, state: str, instruction: str) -> WireMap:
-        """Return where an observation is in a message: as configured, else under the protocol's own keys.
+        """Return the message keys of an observation: configured keys first, else the protocol's own.
 
-        Args:
-            keys: as configured.
-            image: own key of a picture, with ``{}`` for the camera's name.
-            state: own key of the state.
-            instruction: own key of the text.
+        ``image`` has ``{}`` in place of the camera's name.
         """
         cameras = self.config.env.cameras
         images = keys.images[: len(cameras)] or tuple(image.format(camera.name) for camera in cameras)
         return WireMap(images, keys.state or (state,), keys.instruction or instruction)
 
     def prefix(self, message: object) -> tuple[NDArray[np.float32], int] | None:
-        """Return what is left of a client's chunk and the delay, for real-time chunking; None without ``rtc``.
+        """Return the client's remaining actions and the delay, for real-time chunking; None without ``rtc``.
 
-        ``rtc`` is ``{"actions": [N,A], "delay": d}``: the actions from the time of the observation on, of which the
-        first d are executed before the answer arrives.
+        ``rtc`` is ``{"actions": [N,A], "delay": d}``: the actions from the observation's time on, of which the first d
+        are executed before the response arrives.
 
         Raises:
-            WireError: it has another form, or ``serve.decoding`` is not greedy, as chunks are continued.
+            WireError: ``rtc`` is malformed, or ``serve.decoding`` is not greedy, which continuing a chunk requires.
         """
         content = message.get("rtc") if isinstance(message, Mapping) else None
         if content is None:
@@ -136,7 +126,7 @@ class Service:
         model = self.config.model
         decoding = self.config.serve.decoding
         if decoding != "greedy":
-            message = f"chunks are continued greedily, and serve.decoding={decoding}"
+            message = f"a chunk is continued greedily, but serve.decoding={decoding}"
             raise WireError(message, "leave 'rtc' out, or serve with serve.decoding=greedy", code="wire-rtc")
         hint = (
             f"send {{'actions': [N,{model.action_dim}], 'delay': 0 to N}} with 1 to {model.num_action_chunks} actions"
@@ -146,7 +136,7 @@ class Service:
         rows = [vector_of(row, "rtc.actions") for row in found] if isinstance(found, (list, np.ndarray)) else []
         fits = 0 < len(rows) <= model.num_action_chunks and all(row.shape == (model.action_dim,) for row in rows)
         if not fits or type(delay) is not int or not 0 <= delay <= len(rows):
-            raise WireError("'rtc' has another form", hint, code="wire-rtc")
+            raise WireError("'rtc' is malformed", hint, code="wire-rtc")
         return np.stack(rows), delay
 
     def example(self) -> Observation:
@@ -158,7 +148,7 @@ class Service:
         return Observation(images, np.zeros((1, 0), np.float32), ["do the task"], np.zeros(1, np.int32))
 
     def info(self, keys: WireMap) -> dict[str, object]:
-        """Return what a client may want to know of the policy."""
+        """Return the policy's properties for clients."""
         model = self.config.model
         return {
             "model": model.model_type,
@@ -171,16 +161,7 @@ class Service:
 
 
 class Listener(ABC):
-    """A protocol at an address.
-
-    Args:
-        service: what is served.
-
-    Attributes:
-        name: of the protocol.
-        scheme: of its URL.
-        keys: of its observations.
-    """
+    """One protocol at one address."""
 
     name: str
     scheme: str
@@ -192,35 +173,31 @@ class Listener(ABC):
 
     @abstractmethod
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port.
-
-        Raises:
-            OSError: the address is not available.
-        """
+        """Listen; return the port. Raises OSError if the address is not available."""
 
     @abstractmethod
     async def stop_accepting(self) -> None:
-        """Take no more connections; those that exist stay open."""
+        """Stop accepting connections; existing ones stay open."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
 
 
 Handler: TypeAlias = "Callable[[Request], Awaitable[StreamResponse]]"
-"""From aiohttp's request to its response."""
+"""aiohttp request handler."""
 
 
 class HttpListener(Listener):
-    """A protocol over HTTP or websockets; it also answers GET /health, /healthz and /metrics.
+    """A protocol over HTTP or websockets; also answers GET /health, /healthz and /metrics.
 
-    A token stands in ``Authorization: Bearer TOKEN`` (or ``Api-Key TOKEN``), or, for clients that can't set headers,
-    in the URL: ``?token=TOKEN``.
+    Clients send the token as ``Authorization: Bearer TOKEN`` (or ``Api-Key TOKEN``), or, if they can't set headers, in
+    the URL: ``?token=TOKEN``.
     """
 
     scheme = "http"
     max_strangers: int | None = None
-    """Connections without an admitted request; None: what ``Door`` allows."""
+    """Limit on connections without an admitted request; None for the default of ``ConnectionLimiter``."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -228,22 +205,24 @@ class HttpListener(Listener):
         self._connections = 0
         self._sockets: set[WebSocketResponse] = set()
         self._runner: AppRunner | None = None
-        self._door: Door | None = None
+        self._limiter: ConnectionLimiter | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        """Return (method, path, handler) of the protocol."""
+        """Return (method, path, handler) of each route."""
         return [("GET", "/", self._websocket)]
 
     async def body(self, request: Request) -> bytes:
         """Return the body of a request.
 
         Raises:
-            WireError: it is too large, too slow, or not of the encoding that it states.
+            WireError: the body is too large, too slow, or not in its stated encoding.
         """
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", "deflate"):
             raise WireError(
-                f"Content-Encoding {encoding!r:.40} is not known", "send gzip, or none", code="wire-encoding"
+                f"Content-Encoding {encoding!r:.40} is not supported",
+                "use gzip, deflate, or no encoding",
+                code="wire-encoding",
             )
         try:
             async with asyncio.timeout(door.BODY_S):
@@ -252,16 +231,16 @@ class HttpListener(Listener):
         except (self.web.HTTPRequestEntityTooLarge, TooLargeError) as error:
             limit = self.service.settings.max_message_mb
             text = f"the body is larger than {limit} MB (serve.max_message_mb)"
-            raise WireError(text, "send smaller pictures", code="wire-too-large") from error
+            raise WireError(text, "send smaller images", code="wire-too-large") from error
         except TimeoutError as error:
             text = f"the body has not arrived within {door.BODY_S:g} s"
-            raise WireError(text, "send it at once, or smaller pictures", code="wire-slow") from error
+            raise WireError(text, "send the body without pauses, or send smaller images", code="wire-slow") from error
         except (self.web.RequestPayloadError, ValueError) as error:
-            text = f"the body is not what its headers state: {error}"
-            raise WireError(text, "send it as it is, without Content-Encoding", code="wire-encoding") from error
+            text = f"the body does not match its headers: {error}"
+            raise WireError(text, "send the body without Content-Encoding", code="wire-encoding") from error
 
     async def converse(self, socket: Any, client: object) -> None:
-        """Talk to a client on a websocket until it leaves."""
+        """Serve a client on a websocket until it disconnects."""
         raise NotImplementedError
 
     async def start(self, host: str, port: int) -> int:
@@ -276,13 +255,13 @@ class HttpListener(Listener):
             shutdown_timeout=CLOSE_S,
             keepalive_timeout=door.REST_S,
             handle_signals=False,
-            auto_decompress=False,  # see ``body``: the library unpacks before the token is known, and without bound
+            auto_decompress=False,  # see ``body``: aiohttp would decompress before the token check, without a limit
         )
         self._runner = runner
         await runner.setup()
         assert runner.server is not None
-        self._door = Door(runner.server, self._tls(), self.max_strangers)
-        return await self._door.open(host, port)
+        self._limiter = ConnectionLimiter(runner.server, self._tls(), self.max_strangers)
+        return await self._limiter.open(host, port)
 
     def _tls(self) -> ssl.SSLContext | None:
         settings = self.service.settings
@@ -299,13 +278,13 @@ class HttpListener(Listener):
         return context
 
     async def stop_accepting(self) -> None:
-        if self._door is not None:
-            await self._door.close()
+        if self._limiter is not None:
+            await self._limiter.close()
 
     async def close(self) -> None:
         await self.stop_accepting()
         closing = (socket.close(code=1001, message=b"the server is stopping") for socket in list(self._sockets))
-        with contextlib.suppress(TimeoutError):  # a client that does not read is cut off below
+        with contextlib.suppress(TimeoutError):  # a client that does not read is disconnected below
             await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), 2 * CLOSE_S)
         if self._runner is not None:
             await self._runner.cleanup()
@@ -316,23 +295,23 @@ class HttpListener(Listener):
         @web.middleware
         async def admit(request: Request, handler: Handler) -> StreamResponse:
             if request.path in OPEN_PATHS:
-                return _last(await handler(request))
+                return _close_after(await handler(request))
             is_right = self.service.token is not None and self.service.admits(token_of(request))
-            # A page in a browser must not use a server without token on its user's machine.
+            # A web page must not use a tokenless server on its user's machine.
             if not is_right and (self.service.token is not None or "Origin" in request.headers):
                 self.core.metrics.count("refused_total", self.name)
                 text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
-                return _last(web.json_response({"error": text, "code": "server-token"}, status=401))
-            assert self._door is not None
-            if self._connections >= min(self.service.settings.max_connections, self._door.most_admitted):
+                return _close_after(web.json_response({"error": text, "code": "server-token"}, status=401))
+            assert self._limiter is not None
+            if self._connections >= min(self.service.settings.max_connections, self._limiter.most_admitted):
                 text = f"the server has {self._connections} clients (serve.max_connections, or half of ulimit -n)"
-                return _last(web.json_response({"error": text, "code": "server-full"}, status=503))
-            self._door.admit(request.protocol)
+                return _close_after(web.json_response({"error": text, "code": "server-full"}, status=503))
+            self._limiter.admit(request.protocol)
             self._connections += 1
             self.core.metrics.count("connections", self.name)
             try:
                 response = await handler(request)
-                return _last(response) if self._door.is_crowded() else response
+                return _close_after(response) if self._limiter.is_crowded() else response
             finally:
                 self._connections -= 1
                 self.core.metrics.count("connections", self.name, -1)
@@ -352,16 +331,16 @@ class HttpListener(Listener):
         return self.web.Response(text=self.core.figures())
 
     async def _websocket(self, request: Request) -> StreamResponse:
-        # No pings: a client in the midst of a long reset does not answer them. TCP notices hosts that are gone.
+        # No pings: a client in a long reset does not answer them. TCP notices lost hosts.
         socket = self.web.WebSocketResponse(timeout=CLOSE_S, max_msg_size=self.service.max_bytes, compress=False)
         if not socket.can_prepare(request):
-            text = f"this is the websocket of the protocol {self.name}"
+            text = f"this is the websocket endpoint of protocol {self.name}"
             return self.web.json_response({"error": text, "code": "server-websocket"}, status=426)
         await socket.prepare(request)
         self._sockets.add(socket)
         try:
             await self.converse(socket, id(socket))
-        except ConnectionResetError:  # it left while it was answered
+        except ConnectionResetError:  # the client left before its response
             pass
         finally:
             self._sockets.discard(socket)
@@ -369,19 +348,19 @@ class HttpListener(Listener):
         return socket
 
 
-def _last(response: StreamResponse) -> StreamResponse:
-    """Let a connection that is not admitted end after this answer."""
+def _close_after(response: StreamResponse) -> StreamResponse:
+    """Close the connection after this response."""
     response.force_close()
     return response
 
 
 def status_of(error: Exception) -> int:
-    """Return the HTTP status of an error: whether the request or the server is to blame."""
+    """Return the HTTP status of an error: 4xx for the request's fault, 5xx for the server's."""
     return _STATUS.get(error.code, 422) if isinstance(error, EmbodrlError) else 500
 
 
 def token_of(request: Request) -> str | None:
-    """Return the token of an HTTP request; None if it has none."""
+    """Return the token of an HTTP request; None if absent."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() in ("bearer", "api-key"):
         return token.strip()

@@ -1,4 +1,4 @@
-"""Figures of a policy server, in the text format of Prometheus."""
+"""Metrics of a policy server, in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from bisect import bisect_left
 from collections import Counter
 
 BOUNDS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Upper bounds of the histogram's bars, in seconds."""
+"""Upper bounds of the histogram buckets, in seconds."""
 
 
 class Metrics:
-    """Counters by name and protocol, and how long requests took."""
+    """Counters by name and protocol, and a histogram of request times."""
 
     def __init__(self) -> None:
         self.counters: Counter[tuple[str, str]] = Counter()
@@ -18,16 +18,16 @@ class Metrics:
         self._sum_s = 0.0
 
     def count(self, name: str, protocol: str, number: int = 1) -> None:
-        """Add to a counter; a negative number takes from a gauge."""
+        """Add to a counter; a negative number decrements a gauge."""
         self.counters[name, protocol] += number
 
     def took(self, seconds: float) -> None:
-        """Note the time from a request's arrival to its answer."""
+        """Record the time from a request's arrival to its response."""
         self._bars[bisect_left(BOUNDS_S, seconds)] += 1
         self._sum_s += seconds
 
     def text(self, values: dict[str, float]) -> str:
-        """Return all figures; ``values`` are those that are read elsewhere, by name."""
+        """Return all metrics as text; ``values`` are gauges kept elsewhere, by name."""
         lines = [f"embodrl_serve_{name} {value:g}" for name, value in values.items()]
         for (name, protocol), number in sorted(self.counters.items()):
             lines.append(f'embodrl_serve_{name}{{protocol="{protocol}"}} {number}')

@@ -1,4 +1,4 @@
-"""openpi's websocket protocol: the server sends its metadata first; then each observation gets a chunk of actions.
+"""openpi's websocket protocol: the server sends its metadata, then answers each observation with an action chunk.
 
 Source: github.com/Physical-Intelligence/openpi, src/openpi/serving/websocket_policy_server.py and
 packages/openpi-client.
@@ -15,9 +15,9 @@ from embodrl.serving.wire.codec import openpi_default, openpi_envelope, pack, un
 
 
 class OpenpiListener(HttpListener):
-    """Answers a binary frame by ``{"actions": float32[C,A], "policy_version", "server_timing"}``.
+    """Answers a binary frame with ``{"actions": float32[C,A], "policy_version", "server_timing"}``.
 
-    An error is a text frame, as in openpi; here the connection stays open after it.
+    An error is a text frame, as in openpi; unlike openpi, the connection stays open after it.
     """
 
     name = "openpi"
@@ -33,10 +33,10 @@ class OpenpiListener(HttpListener):
         previous: float | None = None
         async for frame in socket:
             if frame.type not in (self.web.WSMsgType.BINARY, self.web.WSMsgType.TEXT):
-                break  # too large, or not of the protocol: aiohttp has closed the connection
+                break  # too large or not part of the protocol: aiohttp has closed the connection
             try:
                 if frame.type != self.web.WSMsgType.BINARY:
-                    await socket.send_str("a text frame came where an observation in msgpack was due [wire-message]")
+                    await socket.send_str("received a text frame, expected an observation in msgpack [wire-message]")
                     continue
                 message = unpack(frame.data, openpi_envelope)
                 observation = self.keys.observation(message)

@@ -1,4 +1,4 @@
-"""``POST /rollout``: batches of a training run, drawn by seeds, with all that an update needs of them.
+"""``POST /rollout``: batches of a training run, sampled with its seeds and returned with everything an update needs.
 
 Shapes: B batch, V cameras, H x W image, S state dimensions.
 """
@@ -27,10 +27,10 @@ def _refused(problem: str) -> WireError:
 
 
 def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], ActMode, bool]:
-    """Return the observation ``[B]``, seeds, mode, and whether values are asked for.
+    """Return the observation ``[B]``, seeds, mode, and whether values are requested.
 
     Raises:
-        WireError: the message holds something else.
+        WireError: the message is malformed.
     """
     images = message.get("images")
     state = message.get("state")
@@ -42,11 +42,11 @@ def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], ActMod
         raise _refused("has no images uint8[B,V,H,W,3]")
     rows = len(images)
     if not 0 < rows <= MAX_ROWS or 0 in images.shape:
-        raise _refused(f"has {rows} rows, or pictures without pixels")
+        raise _refused(f"has {rows} rows, or empty images")
     if not isinstance(state, np.ndarray) or state.dtype != np.float32 or state.ndim != 2 or len(state) != rows:
         raise _refused("has no state float32[B,S]")
     if not np.isfinite(state).all():
-        raise _refused("has a state that is not finite")
+        raise _refused("has a non-finite state")
     if not isinstance(texts, list) or len(texts) != rows or not all(isinstance(t, str) for t in texts):
         raise _refused("has no instruction for each row")
     if max(map(len, texts)) > MAX_TEXT:
@@ -54,17 +54,13 @@ def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], ActMod
     if not isinstance(seeds, list) or len(seeds) != rows or not all(type(s) is int and 0 <= s < 2**63 for s in seeds):
         raise _refused("has no seed for each row")
     if mode not in MODES.values() or type(compute_values) is not bool:
-        raise _refused("has no mode, or does not say whether values are asked for")
+        raise _refused("has no valid mode or compute_values")
     observation = Observation(images.copy(), state.copy(), texts, np.zeros(rows, np.int32))
     return observation, seeds, cast(ActMode, mode), compute_values
 
 
 def computation(engine: RolloutEngine, message: Mapping[str, Any]) -> Callable[[], PolicyOutput]:
-    """Return what computes the answer to a message.
-
-    Raises:
-        WireError: the message holds something else.
-    """
+    """Return a function that computes the response to a message; raises as ``batch_of``."""
     observation, seeds, mode, compute_values = batch_of(message)
 
     def compute() -> PolicyOutput:
@@ -79,10 +75,10 @@ def computation(engine: RolloutEngine, message: Mapping[str, Any]) -> Callable[[
 
 
 def answer_of(output: PolicyOutput) -> dict[str, Any]:
-    """Return an answer as arrays.
+    """Return an output as arrays.
 
     Raises:
-        ServingError: a tensor has a type that messages do not have.
+        ServingError: messages do not support a tensor's dtype.
     """
     return {
         "actions": output.actions,
@@ -96,6 +92,6 @@ def answer_of(output: PolicyOutput) -> dict[str, Any]:
 def _array(name: str, tensor: Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype == torch.bfloat16:
         raise ServingError(
-            f"{name} is bfloat16, which messages do not have", "set rollout.precision=fp32", code="server-dtype"
+            f"{name} is bfloat16, which messages do not support", "set rollout.precision=fp32", code="server-dtype"
         )
     return tensor.detach().cpu().contiguous().numpy()

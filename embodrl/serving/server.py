@@ -1,4 +1,4 @@
-"""The life of a policy server: listen, say so, and on a signal answer what is under way and end."""
+"""The lifecycle of a policy server: listen, announce it, and on a signal finish current requests and exit."""
 
 from __future__ import annotations
 
@@ -25,17 +25,14 @@ from embodrl.specs import SERVE_PROTOCOLS
 logger = logging.getLogger(__name__)
 
 CLOSING_S = 5.0
-"""What closing may take once requests are answered."""
+"""Seconds that closing may take once requests are answered."""
 
 
 class PolicyServer:
-    """One policy under all configured protocols.
+    """One policy behind all configured protocols.
 
     Args:
-        engine: of the policy.
-        config: of the policy, with the section ``serve``.
-        weights_dir: where newer versions of the weights will appear; None if none are expected.
-        say: gets a line when it listens, and when it stops.
+        weights_dir: directory where newer weights will appear; None if none are expected.
 
     Raises:
         MissingDependencyError: a protocol's library is not installed.
@@ -57,10 +54,8 @@ class PolicyServer:
     async def run(self, on_ready: Callable[[dict[str, str]], None] | None = None) -> int:
         """Serve until a signal or ``stop``; return the exit code.
 
-        It is 0 unless requests were left unanswered, or the model hangs, which may also end the server.
-
-        Args:
-            on_ready: called with the URL of each protocol.
+        The exit code is 1 if requests were left unanswered or the policy hung, which may also end the server; else 0.
+        ``on_ready`` gets the URL of each protocol.
 
         Raises:
             ServingError: an address is not available.
@@ -97,8 +92,7 @@ class PolicyServer:
     def stop(self, number: int = 0) -> None:
         """Begin to stop; a second signal, ``REPEAT_S`` or more after the first, does not wait for requests.
 
-        Args:
-            number: of the signal; 0 stops without one, and a second time gives requests up.
+        Signal ``number`` 0 is a call without a signal, which abandons requests the second time.
         """
         is_second = self._second.is_now() if number else self._stop.is_set()
         if is_second:
@@ -108,7 +102,9 @@ class PolicyServer:
 
     def _give_up(self) -> None:
         if not self._stop.is_set():
-            logger.error("%s; the server ends, since nothing in this process can end the batch", self.core.stalled)
+            logger.error(
+                "%s; stopping the server, since the batch can't be cancelled within the process", self.core.stalled
+            )
         self.stop()
 
     async def _listen(self) -> dict[str, str]:
@@ -121,7 +117,7 @@ class PolicyServer:
             except OSError as error:
                 raise ServingError(
                     f"{listener.name} can't listen at {serve.host}:{port}: {error.strerror or error}",
-                    "choose another serve.port (0 takes a free one), or end what listens there",
+                    "choose another serve.port (0 takes a free one), or end the program that listens there",
                     code="server-address",
                 ) from error
             host = f"[{serve.host}]" if ":" in serve.host else serve.host
@@ -141,10 +137,10 @@ class PolicyServer:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[None]:
-    """Let SIGTERM and SIGINT call ``stop`` in the running event loop; outside of the main thread do nothing.
+    """Make SIGTERM and SIGINT call ``stop`` in the running event loop; a no-op outside the main thread.
 
-    Whatever hangs then, such as native code of the model that holds the interpreter lock, the guard ends the process of
-    the command line ``limit_s`` after the signal.
+    If the process then hangs, e.g. in native code that holds the interpreter lock, the guard kills it ``limit_s`` after
+    the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -171,7 +167,7 @@ def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[
     try:
         yield
     finally:
-        if not (is_asked and owns_process()):  # the guard keeps the time until the process has ended
+        if not (is_asked and owns_process()):  # the guard's timer runs until the process has ended
             release_signals()
         loop.remove_reader(pipe[0])
         signal.set_wakeup_fd(wakeup)
@@ -182,7 +178,7 @@ def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[
 
 
 def token_of(settings: ServeConfig) -> str | None:
-    """Return what clients have to know; None: nothing."""
+    """Return the token that clients must send; None for none."""
     if settings.token == "none":
         return None
     return secrets.token_urlsafe(24) if settings.token == "auto" else settings.token

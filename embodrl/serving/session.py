@@ -1,4 +1,4 @@
-"""A client that gets one action at a time: the rest of its chunk is kept for its next observations."""
+"""A client that gets one action at a time; the rest of its chunk answers its next observations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from embodrl.types import Observation
 
 
 class Session:
-    """The chunk that a client is in the midst of.
-
-    Args:
-        core: the model.
-        client: who asks; see ``ModelCore.act``.
-        protocol: for the metrics.
-        horizon: actions of a chunk that are handed out before the policy is asked again.
-    """
+    """The current chunk of a client, of which ``horizon`` actions are executed before the policy is queried again."""
 
     def __init__(self, core: ModelCore, client: object, protocol: str, horizon: int) -> None:
         self._core = core
@@ -30,11 +23,11 @@ class Session:
         self._version = 0
 
     def reset(self) -> None:
-        """Forget the chunk: an episode begins."""
+        """Drop the chunk at the start of an episode."""
         self._left = []
 
     async def next_action(self, observation: Observation) -> tuple[NDArray[Any], int]:
-        """Return ``float32[A]``, and the version of the weights that chose it; raises as ``ModelCore.act``."""
+        """Return ``float32[A]`` and the version of its weights; raises as ``ModelCore.act``."""
         if not self._left:
             chunk = await self._core.act(observation, self._client, self._protocol)
             self._left = list(chunk.actions[: self._horizon])

@@ -1,4 +1,4 @@
-"""The verb `embodrl serve` and two of its protocols. No torch here."""
+"""The verb `embodrl serve` and two of its protocols. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPENPI = ServeProtocolSpec(
 HTTP = ServeProtocolSpec(
     name="http",
     target="embodrl.serving.api:ApiListener",
-    description="embodrl's own HTTP API, for rollouts, too",
+    description="embodrl's own HTTP API, also for rollouts",
     client="embodrl.serving.wire.clients:HttpClient",
     schemes=("http", "https"),
 )

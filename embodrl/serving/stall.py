@@ -1,4 +1,4 @@
-"""Whether the batch under way hangs: its thread uses no processor time."""
+"""Detects a hung batch: its thread uses no processor time."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ import traceback
 from types import TracebackType
 
 MAX_STEP_S = 2.0
-"""What a look may add at most: the whole process may have been stopped since the last one."""
+"""Limit on the idle seconds added per look, since the whole process may have been suspended in between."""
 MIN_CPU = 0.03
-"""Of one core, for a thread that makes progress."""
+"""Fraction of one core that counts as progress."""
 
 
 class BatchWatch:
-    """Entered by the thread of the model for each batch; looked at from another thread about once per second.
+    """Entered by the policy's thread for each batch; polled from another thread about once per second.
 
-    Waiting for a GPU uses processor time, too: CUDA spins by default.
+    Waiting for a GPU uses processor time too: CUDA spins by default.
 
     Args:
-        limit_s: without processor time, after which a batch counts as hung.
+        limit_s: seconds without processor time after which a batch counts as hung.
 
     Attributes:
-        found: why it counts as hung; "" while it does not.
-        idle_s: seconds that it has used no processor time.
+        found: why the batch counts as hung; "" otherwise.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -46,11 +45,10 @@ class BatchWatch:
 
     @property
     def is_entered(self) -> bool:
-        """A batch is under way."""
         return self._thread is not None
 
     def look(self) -> str:
-        """Return why the batch under way counts as hung; "" while it does not, or without one."""
+        """Return why the batch counts as hung; "" otherwise."""
         now = time.monotonic()
         thread = self._thread
         batch = self._batch
@@ -62,11 +60,10 @@ class BatchWatch:
         self._used = used
         self._seen = batch
         hangs = self.idle_s >= self._limit_s
-        text = f"the model hangs: a batch has used no processor time for {self.idle_s:.0f} s"
+        text = f"the policy hangs: a batch has used no processor time for {self.idle_s:.0f} s"
         self.found = (self.found or text) if hangs else ""
         return self.found
 
     def stack(self) -> str:
-        """Return where the thread is, as text."""
         frame = sys._current_frames().get(self._thread or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

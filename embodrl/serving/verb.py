@@ -18,7 +18,7 @@ from embodrl.workers.policy import build_policy, check_policy_decoding
 
 
 def describe(config: Config, source: PolicySource | None) -> Iterator[str]:
-    """Yield what is served, for people."""
+    """Yield lines that describe the served policy."""
     model = config.model
     env = config.env
     if source is not None and source.checkpoint is not None:
@@ -44,10 +44,8 @@ def serve(
 ) -> int:
     """`embodrl serve`: answer observations until a signal; return the exit code.
 
-    Args:
-        loaded: the policy's configuration; its environment says which cameras there are, and is not started.
-        source: of the policy, which may be a run whose newer weights are taken up; None: what ``config.model`` names.
-        say: gets the lines that tell what happens.
+    The environment of ``loaded`` only names the cameras and is not started. ``source`` may be a run whose newer weights
+    are followed; None for ``config.model``.
 
     Raises:
         MissingDependencyError: a protocol's library is not installed.
@@ -70,7 +68,7 @@ def serve(
         server = PolicyServer(engine, config, weights_dir, say)
         code = await server.run()
         if owns_process():
-            leave(code)  # the interpreter would wait for a thread that hangs, and take seconds on busy cores
+            leave(code)  # a normal exit would wait for a hung thread, and takes seconds on busy cores
         return code
 
     return asyncio.run(run())

@@ -1,9 +1,8 @@
-"""Files and directories that are either complete or absent, whatever interrupts their writing.
+"""Atomic writing of files and directories: the target is either complete or absent, whenever the writer is interrupted.
 
-Content is written under a hidden name beside its target, synced, and renamed onto the target. It is synced before the
-rename, because the disk may see the rename first: after a power failure the target would exist without its content.
-The parent directory is synced after the rename, so that the rename itself survives. Modes follow the umask.
-Simulator processes use this module, too: it imports no torch.
+Content is written under a hidden name next to the target, synced, and renamed. Syncing before the rename matters: after
+a power failure the disk may hold the rename but not the content. The parent directory is synced afterwards to make the
+rename durable. Modes follow the umask. Imports no torch, since simulator processes use this module too.
 """
 
 from __future__ import annotations
@@ -26,29 +25,23 @@ ELSEWHERE_OF_RUNS = "move the run to another disk; then `embodrl resume` it"
 
 @contextlib.contextmanager
 def atomic_file(path: Path, elsewhere: str = ELSEWHERE, concurrent: bool = False) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; what the block writes there becomes ``path`` when the block ends.
+    """Yield a temporary path next to ``path``, renamed to ``path`` when the block succeeds.
 
-    After an error, or if the process is killed, ``path`` is unchanged. Missing parent directories are created.
-
-    Args:
-        path: the file to write or replace.
-        elsewhere: how to choose another place, for the hint of the error.
-        concurrent: several processes may write the same file at once; the last one wins.
-
-    Raises:
-        OutputError: the file can't be written.
+    On an error, or if the process is killed, ``path`` is unchanged. Creates missing parent directories. Several
+    processes may write a file with ``concurrent``: the last one wins. ``elsewhere`` tells in the error hint how to
+    choose another location. Raises OutputError if the file can't be written.
     """
-    # The suffix stays last: video encoders choose the container by it.
+    # Keep the suffix last: video encoders choose the container by it.
     writer = f".{os.getpid()}" if concurrent else ""
     partial = path.with_name(f".{path.stem}{writer}.partial{path.suffix}")
     with output_errors(f"{path} can't be written", path, elsewhere):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.unlink(missing_ok=True)  # left by a process that was killed
+        partial.unlink(missing_ok=True)  # left by a killed process
         try:
             yield partial
             _sync(partial)
             partial.replace(path)
-        except BaseException:  # a signal too must not leave the partial file; raised again
+        except BaseException:  # signals too must not leave a partial file; re-raised
             with contextlib.suppress(OSError):
                 partial.unlink()
             raise
@@ -57,30 +50,24 @@ def atomic_file(path: Path, elsewhere: str = ELSEWHERE, concurrent: bool = False
 
 @contextlib.contextmanager
 def atomic_directory(target: Path, elsewhere: str = ELSEWHERE) -> Iterator[Path]:
-    """Yield a new directory beside ``target``; it becomes ``target`` when the block ends.
+    """Yield a new directory next to ``target``, renamed to ``target`` when the block succeeds.
 
-    After an error ``target`` is unchanged. Missing parent directories are created.
-
-    Args:
-        target: the directory to write or replace.
-        elsewhere: how to choose another place, for the hint of the error.
-
-    Raises:
-        OutputError: the directory can't be written.
+    On an error ``target`` is unchanged. Creates missing parent directories. ``elsewhere`` tells in the error hint how
+    to choose another location. Raises OutputError if the directory can't be written.
     """
     staging, replaced = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "replaced"))
     with output_errors(f"{target} can't be written", target, elsewhere):
         target.parent.mkdir(parents=True, exist_ok=True)
-        if replaced.exists() and not target.exists():  # killed between the two renames of an earlier call
+        if replaced.exists() and not target.exists():  # an earlier call was killed between its two renames
             replaced.rename(target)
-        for left in (staging, *target.parent.glob(f".{glob.escape(staging.name)}.*")):  # by a process that was killed
+        for left in (staging, *target.parent.glob(f".{glob.escape(staging.name)}.*")):  # left by a killed process
             remove(left)
         try:
             staging.mkdir()
             yield staging
             sync_tree(staging)
             publish_directory(staging, target, replaced)
-        except BaseException:  # a signal too must not leave the partial directory; raised again
+        except BaseException:  # signals too must not leave a partial directory; re-raised
             shutil.rmtree(staging, ignore_errors=True)
             raise
 
@@ -88,17 +75,17 @@ def atomic_directory(target: Path, elsewhere: str = ELSEWHERE) -> Iterator[Path]
 def publish_directory(
     staging: Path, target: Path, replaced: Path | None = None, find_problem: Callable[[Path], str] = lambda _: ""
 ) -> None:
-    """Rename a synced directory to its target; the directory that it replaces is kept until that has succeeded.
+    """Rename a synced directory to its target, keeping the directory it replaces until the rename has succeeded.
 
     Args:
-        staging: complete and synced, in the same parent directory.
-        target: the final name, which may exist.
-        replaced: name of the old target in between, by default ``.NAME.replaced``. A process killed between the two
-            renames leaves it behind, and the next writer has to rename it back.
-        find_problem: function that returns what is wrong with the directory in its final place; "" to accept it.
+        staging: complete, synced directory in the same parent directory.
+        target: final path, which may exist.
+        replaced: interim name of the old target, by default ``.NAME.replaced``. A process killed between the two
+            renames leaves it behind, and the next writer must rename it back.
+        find_problem: returns a description of what is wrong with the published directory; "" to accept it.
 
     Raises:
-        OSError: it failed, or there is a problem; the target is as it was.
+        OSError: the rename failed or ``find_problem`` reported a problem; the target is unchanged.
     """
     replaced = replaced or target.with_name(f".{target.name}.replaced")
     if target.exists():
@@ -114,17 +101,13 @@ def publish_directory(
         if replaced.exists() and not target.exists():
             replaced.rename(target)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)  # what is left of it goes with the next write
+    shutil.rmtree(replaced, ignore_errors=True)  # the next write removes any remainder
 
 
 def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write and sync a new file, not atomically: for files in a directory that is published as a whole.
+    """Write and sync a new file non-atomically, for directories published as a whole; return its size in bytes.
 
-    Returns:
-        its size in bytes.
-
-    Raises:
-        OSError: it exists, or can't be written.
+    Raises OSError if the file exists or can't be written.
     """
     num_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -141,14 +124,14 @@ def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
 
 
 def sync_tree(directory: Path) -> None:
-    """Sync every file and directory below a directory, and the directory itself."""
+    """Sync a directory and everything below it."""
     for path in directory.rglob("*"):
         _sync(path)
     _sync(directory)
 
 
 def sync_directory(path: Path) -> None:
-    """Make creations, renames and removals in a directory survive a power failure."""
+    """Sync a directory, making creations, renames and removals in it durable."""
     _sync(path)
 
 
@@ -161,7 +144,7 @@ def _sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory with its content, or a file, if it exists."""
+    """Remove a file or directory tree, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -170,7 +153,7 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def output_errors(message: str, path: Path, elsewhere: str = ELSEWHERE) -> Iterator[None]:
-    """Turn an OSError of the block into ``output_error``."""
+    """Convert an OSError raised in the block to ``output_error``."""
     try:
         yield
     except OSError as error:
@@ -178,35 +161,28 @@ def output_errors(message: str, path: Path, elsewhere: str = ELSEWHERE) -> Itera
 
 
 def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSEWHERE) -> OutputError:
-    """Return the error of output that can't be written, with a hint that fits the cause, and the space if that lacks.
-
-    Args:
-        message: what can't be written.
-        path: where; it need not exist.
-        error: error of the operating system.
-        elsewhere: how to choose another place.
-    """
+    """Return the error for output at ``path``, with a hint and, if the disk is full, the free space."""
     causes = {
         errno.ENOSPC: "free disk space, or ",
         errno.EDQUOT: "your disk quota is used up: free disk space, or ",
         errno.EROFS: "the file system is read-only: ",
         errno.EACCES: "permission denied: ",
         errno.EPERM: "permission denied: ",
-        errno.EIO: "the disk reports faults: ",
+        errno.EIO: "the disk reports I/O errors: ",
         errno.ENOENT: "the file system takes no new files there: ",
-        errno.ENOTDIR: "a part of the path is a file: ",
-        errno.EEXIST: "a part of the path is a file: ",
+        errno.ENOTDIR: "a path component is a file: ",
+        errno.EEXIST: "a path component is a file: ",
         errno.EFBIG: f"{FILE_SIZE_HINT}, or ",
     }
     hint = causes.get(error.errno or 0, "") + elsewhere
     message = f"{message}: {error.strerror or error}"
-    if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # None: a writer that does not say why it failed
-        # The free space can only be asked of a path that exists.
+    if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # None: the writer gave no cause
+        # Free space can only be queried on an existing path.
         existing = next(place for place in (path, *path.absolute().parents) if place.exists())
         message = f"{message} ({format_size(shutil.disk_usage(existing).free)} free)"
     return OutputError(message, hint)
 
 
 def format_size(num_bytes: int) -> str:
-    """Return a size for messages, in MiB or GiB."""
+    """Format a size in MiB or GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,9 +1,9 @@
 """Checkpoints that are either complete or absent.
 
 ``DIR/checkpoints/step_<n>/`` holds one safetensors file per group of tensors, ``state.json``, one ``.bin`` file per
-blob, and ``manifest.json`` with the size and SHA-256 of each. A sharded training state has one directory per section,
-which holds what each process has written. A checkpoint is written into a hidden directory beside its
-final place, every file and directory is synced, and one rename makes it visible. Nothing is pickled.
+blob, and ``manifest.json`` with the size and SHA-256 of every file. A sharded training state has one directory per
+section, holding the files of all processes. A checkpoint is written to a hidden directory, synced, and renamed into
+place. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STAGING = ".staging_"
 _REPLACED = ".replaced_"
 MAX_BLOB_BYTES = 4 * 2**30
 MAX_NAMED = 5
-"""Damaged checkpoints that are named one by one."""
+"""Maximum number of damaged checkpoints listed by name."""
 ELSEWHERE = "set runner.output_dir to a writable directory on another disk"
 _T = TypeVar("_T")
 _STEP_NAME = re.compile(r"step_([0-9]+)")
@@ -56,32 +56,18 @@ _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk.
-
-    Attributes:
-        step: iterations done when it was made.
-        path: its directory.
-        state: what was saved as JSON.
-    """
+    """A verified checkpoint on disk: completed iterations (``step``), directory, and content of ``state.json``."""
 
     step: int
     path: Path
     state: Fields
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return a group of tensors, on the CPU.
-
-        Raises:
-            CheckpointError: the checkpoint has no such group, or it is damaged.
-        """
+        """Return a group of tensors on the CPU; CheckpointError if it is missing or damaged."""
         return self._read(f"{name}.safetensors", load_tensors)
 
     def blob(self, name: str) -> bytes:
-        """Return a blob.
-
-        Raises:
-            CheckpointError: the checkpoint has no such blob, or it is too large.
-        """
+        """Return a blob; CheckpointError if it is missing or too large."""
         return self._read(f"{name}.bin", lambda path: read_regular_file(path, MAX_BLOB_BYTES, follow_links=True))
 
     def _read(self, file_name: str, read: Callable[[Path], _T]) -> _T:
@@ -101,24 +87,20 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """Writes, finds and removes the checkpoints of a run.
-
-    Args:
-        directory: directory of the run; checkpoints go to ``directory/checkpoints``.
-        keep_last_n: checkpoints kept.
-    """
+    """Writes, finds and removes the checkpoints of a run in ``directory/checkpoints``, keeping ``keep_last_n``."""
 
     def __init__(self, directory: Path, keep_last_n: int) -> None:
         self.root = Path(directory) / CHECKPOINTS_DIR
         self.keep_last_n = keep_last_n
-        # Names of damaged checkpoints: they do not count among those that are kept, and are removed with the next save.
+        # Damaged checkpoints do not count toward keep_last_n and are removed at the next save.
         self._known_bad: set[str] = set()
         link = self.root / BEST
         self._best = link.readlink().name if link.is_symlink() else None
 
     def keep_best(self, step: int) -> None:
-        """Keep the checkpoint of ``step``, which may be saved later, beyond ``keep_last_n``: ``checkpoints/best`` links
-        to it. The one kept before is released; without a checkpoint of that step there is no link.
+        """Keep the checkpoint of ``step`` beyond ``keep_last_n`` and link ``checkpoints/best`` to it.
+
+        It may be saved later; until then there is no link. The previous best is released.
         """
         self._best = f"step_{step}"
         self._link_best()
@@ -132,7 +114,7 @@ class CheckpointManager:
             if (self.root / self._best).is_dir():
                 partial.unlink(missing_ok=True)
                 partial.symlink_to(self._best)
-                # Renamed onto the link, so that there is no moment without one.
+                # Replace the link by a rename, so that it exists at every moment.
                 partial.replace(link)
             else:
                 link.unlink(missing_ok=True)
@@ -147,22 +129,19 @@ class CheckpointManager:
         blobs: Mapping[str, bytes] | None = None,
         write_shards: Callable[[Path], Mapping[str, Mapping[str, object]]] | None = None,
     ) -> Path:
-        """Write a checkpoint, verify it, and then remove those that are too old.
+        """Write a checkpoint, verify it, remove expired ones, and return its directory.
 
         Args:
-            step: iterations done.
+            step: completed iterations.
             tensors: groups of tensors by name.
-            state: what can be written as JSON.
+            state: JSON-serialisable state.
             blobs: opaque bytes by name.
-            write_shards: writes and syncs further files into directories of the given one, perhaps by other processes,
-                and returns their sizes and checksums as ``TrainEngine.save_shards`` does.
-
-        Returns:
-            the directory of the checkpoint.
+            write_shards: writes and syncs more files into subdirectories of the given directory, possibly from other
+                processes, and returns their sizes and checksums like ``TrainEngine.save_shards``.
 
         Raises:
-            OutputError: the disk is full, read-only or failing; earlier checkpoints are untouched and nothing
-                half-written is left, so that a run may continue.
+            OutputError: the disk is full, read-only or failing. Earlier checkpoints are untouched and no partial
+                checkpoint is left, so that the run may continue.
         """
         final = self.root / f"step_{step}"
         staging = self.root / f"{_STAGING}step_{step}"
@@ -175,13 +154,13 @@ class CheckpointManager:
             files |= {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
             if write_shards is not None:
                 files |= write_shards(staging)
-                # The writers have synced their files, but not the names in the directories.
+                # The writers synced their files, but not the directory entries.
                 for directory in _subdirectories(staging):
                     sync_directory(directory)
-            # Last: it lists all other files.
+            # Last, because it lists all other files.
             _write_file(staging / MANIFEST, iter([_manifest(step, files)]))
             sync_directory(staging)
-            # Read back in its final place, before the checkpoint that it replaces is removed.
+            # Verify it in its final place before removing the checkpoint it replaces.
             publish_directory(staging, final, self.root / f"{_REPLACED}{final.name}", _problem)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
@@ -196,19 +175,19 @@ class CheckpointManager:
     def _make_root(self) -> None:
         if not self.root.is_dir():
             self.root.mkdir(parents=True)
-            # The entry of the new directory must survive a power failure, too.
+            # The directory entry must survive a power failure too.
             sync_directory(self.root.parent)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but the newest checkpoints, the best, and the one just written, of whatever step that is."""
+        """Remove all but the newest checkpoints, the best, and the one just written (whatever its step)."""
         others = [path for path in self.steps() if path != written]
         good = [path for path in others if path.name not in self._known_bad]
         bad = [path for path in others if path.name in self._known_bad]
-        # One of the places belongs to the checkpoint that was just written.
+        # The checkpoint just written takes one of the places.
         old = [path for path in good[self.keep_last_n - 1 :] if path.name != self._best]
         for path in (*bad, *old):
             try:
-                # Renamed first: a half-removed checkpoint under its own name would be reported as damaged.
+                # Rename first: a partly removed checkpoint under its own name would be reported as damaged.
                 doomed = path.with_name(f"{_STAGING}{path.name}")
                 remove(doomed)
                 path.rename(doomed)
@@ -217,12 +196,9 @@ class CheckpointManager:
                 logger.warning("old checkpoint %s could not be removed: %s", path, error)
 
     def latest_good(self) -> tuple[Checkpoint | None, list[str]]:
-        """Return the newest checkpoint whose checksums hold, and what is wrong with newer ones.
+        """Return the newest checkpoint whose checksums match, and the problems of newer ones.
 
-        Removes what an interrupted save has left.
-
-        Raises:
-            OutputError: leftovers of an interrupted save can't be removed.
+        Removes leftovers of an interrupted save; OutputError if they can't be removed.
         """
         with output_errors(f"leftovers in {self.root} could not be removed", self.root, ELSEWHERE):
             self._clean()
@@ -244,12 +220,12 @@ class CheckpointManager:
             original = self.root / path.name.removeprefix(_REPLACED)
             if path.name.startswith(_REPLACED) and _problem(original):
                 remove(original)
-                path.rename(original)  # killed before the new one was in place and verified
+                path.rename(original)  # killed before the new checkpoint was in place and verified
             elif path.name.startswith((_STAGING, _REPLACED)):
                 remove(path)
 
     def steps(self) -> list[Path]:
-        """Return the visible checkpoints, the newest first."""
+        """Return the visible checkpoints, newest first."""
         if not self.root.is_dir():
             return []
         found = {int(match[1]): path for path in self.root.iterdir() if (match := _STEP_NAME.fullmatch(path.name))}
@@ -257,11 +233,7 @@ class CheckpointManager:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open ``RUN/checkpoints/step_N``; changes nothing on disk.
-
-    Raises:
-        CheckpointError: it does not exist, or its checksums do not hold.
-    """
+    """Open ``RUN/checkpoints/step_N`` read-only; CheckpointError if it is missing or its checksums do not match."""
     steps = [step for step in CheckpointManager(path.parent.parent, 1).steps() if step.name != path.name]
     others = ", ".join(_shortened([step.name for step in steps]))
     hint = f"the run has {others}" if steps else "the run has no other checkpoint"
@@ -273,11 +245,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint:
-    """Open the newest intact checkpoint of a run; changes nothing on disk, so that the run may still be training.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Open a run's newest intact checkpoint read-only; the run may be training. CheckpointError if there is none."""
     problems: list[str] = []
     for path in CheckpointManager(run_dir, 1).steps():
         if problem := _problem(path):
@@ -290,31 +258,26 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint:
 
 
 def _counted(problems: list[str]) -> list[str]:
-    """Return the first problems, and the number of the others, which is logged as well."""
+    """Return the first problems and the number of the rest, and log that number."""
     if len(problems) > MAX_NAMED:
         logger.warning("%d more checkpoints are not used", len(problems) - MAX_NAMED)
     return _shortened(problems)
 
 
 def _shortened(names: list[str]) -> list[str]:
-    """Return the first of them, and how many more there are: somebody else's run may have any number."""
+    """Return the first names and the number of the rest: a foreign run directory may hold any number."""
     return names if len(names) <= MAX_NAMED else [*names[:MAX_NAMED], f"and {len(names) - MAX_NAMED} more"]
 
 
 def preflight(directory: Path, bytes_needed: int) -> None:
-    """Check before the first step that a run's directory can be written and has enough free space.
+    """Check that the run directory, created if missing, is writable and has ``bytes_needed`` free.
 
-    Args:
-        directory: directory of the run; created if missing.
-        bytes_needed: what the run will write at least.
-
-    Raises:
-        OutputError: it can't be written, or has too little free space.
+    Raises OutputError.
     """
     probe = Path(directory) / ".write_probe"
     with output_errors(f"output directory {directory} can't be written", Path(directory), ELSEWHERE):
         Path(directory).mkdir(parents=True, exist_ok=True)
-        probe.unlink(missing_ok=True)  # of a run that was killed here
+        probe.unlink(missing_ok=True)  # left by a killed run
         _write_file(probe, iter([b"embodrl"]))
         probe.unlink()
         free = shutil.disk_usage(directory).free
@@ -330,10 +293,10 @@ def preflight(directory: Path, bytes_needed: int) -> None:
 def _parts(
     tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, object], blobs: Mapping[str, bytes]
 ) -> dict[str, Callable[[], Iterator[bytes | memoryview]]]:
-    """Return what each file consists of, as functions, so that only one tensor at a time is copied off the device."""
+    """Return the content of each file as functions, so that only one tensor at a time is copied off the device."""
     for name in (*tensors, *blobs):
         assert _PART_NAME.fullmatch(name) and f"{name}.json" not in (STATE, MANIFEST), name
-    # Encoded here, so that a state that JSON can't hold fails before anything is written.
+    # Encode first, so that a state JSON can't hold fails before anything is written.
     encoded_state = json.dumps(state).encode()
     parts: dict[str, Callable[[], Iterator[bytes | memoryview]]] = {STATE: lambda: iter([encoded_state])}
     for name, group in tensors.items():
@@ -345,7 +308,7 @@ def _parts(
 
 def _manifest(step: int, files: Mapping[str, Mapping[str, object]]) -> bytes:
     content = {"format": FORMAT, "step": step, "files": files}
-    # With a checksum of its own: nothing else would show that the manifest is damaged.
+    # The manifest carries its own checksum: nothing else would reveal damage to it.
     return json.dumps(content | {"checksum": _content_hash(content)}, indent=1).encode()
 
 
@@ -354,12 +317,12 @@ def _content_hash(content: Mapping[str, object]) -> str:
 
 
 def _problem(path: Path) -> str:
-    """Return what is wrong with a checkpoint, or "" if its checksums hold."""
+    """Return what is wrong with a checkpoint, or "" if its checksums match."""
     try:
         files = _listed_files(path)
         for name in files:
             _check_file(path, name, files.fields(name))
-        # The reader of a directory of shards reads every file in it.
+        # The shard reader reads every file in the directory.
         found = {str(file.relative_to(path)) for directory in _subdirectories(path) for file in directory.iterdir()}
         if unknown := found - set(files):
             return f"{min(unknown)} is not in {MANIFEST}"
@@ -375,9 +338,7 @@ def _problem(path: Path) -> str:
 def _listed_files(path: Path) -> Fields:
     """Return the files of a checkpoint by name, each with its size and SHA-256.
 
-    Raises:
-        CheckpointError: the manifest is damaged, or not that of this checkpoint.
-        OSError: it can't be read.
+    Raises CheckpointError if the manifest is damaged or belongs to another checkpoint.
     """
     (path / MANIFEST).stat()  # a missing file is reported as such
     manifest = read_fields(path / MANIFEST, CheckpointError)
@@ -392,12 +353,7 @@ def _listed_files(path: Path) -> Fields:
 
 
 def _check_file(path: Path, name: str, facts: Fields) -> None:
-    """Compare a file with the manifest.
-
-    Raises:
-        CheckpointError: it differs.
-        OSError: it can't be read.
-    """
+    """Compare a file with the manifest; CheckpointError if it differs."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{name!r} in {MANIFEST} leaves the directory", code="checkpoint-damaged")
     size = (path / name).stat().st_size
@@ -421,20 +377,19 @@ def _open(path: Path) -> Checkpoint:
 def newest_state(run_dir: Path) -> Fields | None:
     """Return the state of the newest checkpoint whose manifest and ``state.json`` are intact; None if there is none.
 
-    The other files of the checkpoint, which may be large, are not read. Changes nothing on disk.
+    Read-only; skips the other files of the checkpoint, which may be large.
     """
     for path in CheckpointManager(run_dir, 1).steps():
         try:
             _check_file(path, STATE, _listed_files(path).fields(STATE))
             return _open(path).state
-        # Skipped, since an older state is better than none.
+        # An older state is better than none.
         except (CheckpointError, OSError):
             continue
     return None
 
 
 def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> Mapping[str, object]:
-    """Write and sync a file; return its size and SHA-256."""
     digest = hashlib.sha256()
 
     def hashed() -> Iterator[bytes | memoryview]:

@@ -29,27 +29,22 @@ SAFETENSORS_DTYPE = {
 
 
 class Deferred(Tensor):
-    """A tensor without memory, on the meta device, that is computed when it is written, and forgotten then.
-
-    Attributes:
-        compute: function that returns it.
-    """
+    """Placeholder on the meta device for a tensor that ``compute`` returns when it is written; released afterwards."""
 
     compute: Callable[[], Tensor]
 
     @staticmethod
     def of(shape: torch.Size, dtype: torch.dtype, compute: Callable[[], Tensor]) -> Deferred:
-        """Return the tensor of that shape and type that ``compute`` will return."""
+        """Return a placeholder with the shape and dtype of the tensor that ``compute`` will return."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(Deferred)
         tensor.compute = compute
         return tensor
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write and sync a new safetensors file. Unlike the library's, it follows the umask and may share memory.
+    """Write and sync a new safetensors file; unlike the library's writer, follows the umask and allows shared memory.
 
-    Raises:
-        OSError: it exists, or can't be written.
+    Raises OSError if the file exists or can't be written.
     """
     write_file(path, safetensors_bytes(tensors, metadata))
 
@@ -57,9 +52,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
 def safetensors_bytes(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield a safetensors file piece by piece: the header, then each tensor that is not empty.
+    """Yield a safetensors file piece by piece: the header, then each non-empty tensor.
 
-    The library writes the file itself, without a hash, and refuses tensors that share memory.
+    The library's writer computes no hash and rejects tensors that share memory.
     """
     header, names = safetensors_header(tensors, metadata)
     yield header
@@ -71,11 +66,11 @@ def safetensors_bytes(
 def safetensors_header(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """Return the first bytes of a safetensors file, and the order in which the tensors' bytes follow without gaps.
+    """Return the header of a safetensors file and the order in which the tensor data follows without gaps.
 
     https://huggingface.co/docs/safetensors/index#format
     """
-    # Wide types first, so that every tensor is aligned.
+    # Wide dtypes first, so that every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
@@ -86,18 +81,18 @@ def safetensors_header(
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
-    # Padded, so that the first tensor is aligned.
+    # Pad the header, so that the first tensor is aligned.
     encoded += b" " * (-len(encoded) % 8)
     return struct.pack("<Q", len(encoded)) + encoded, names
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor, on the CPU and contiguous; a copy only where it is not so already."""
+    """Return the bytes of a tensor as a view, or as a copy if the tensor is not contiguous on the CPU."""
     whole = tensor.compute() if isinstance(tensor, Deferred) else tensor
     flat = whole.detach().to("cpu").contiguous()
     if not flat.numel():
         return memoryview(b"")
-    # Not Tensor.numpy(): after that the storage could never be resized to 0 when the engine is offloaded.
+    # Not Tensor.numpy(): the storage could never again be resized to 0 when the engine is offloaded.
     memory: Any = (ctypes.c_uint8 * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
     memory.tensor = flat  # keeps the memory alive as long as the view
     return memoryview(memory).cast("B")

@@ -1,7 +1,7 @@
-"""Checksums of the files in a directory: written with them, checked before they are used.
+"""Checksums of the files in a directory.
 
-``checksums.json`` lists the size and SHA-256 of every file below the directory. It detects damage, not forgery: who
-can change a file can change the list. Torch-free.
+``checksums.json`` lists the size and SHA-256 of every file below the directory. It detects damage, not forgery: anyone
+who can change a file can change the list. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,24 +20,15 @@ _HINT = "restore the file from its origin or write the directory again, or remov
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits.
-
-    Raises:
-        OSError: it can't be read.
-    """
+    """Return the SHA-256 of a file as hexadecimal digits; OSError if it can't be read."""
     with open_regular_file(path, follow_links=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_checksums(directory: Path, added: Collection[str] | None = None) -> None:
-    """Write ``checksums.json`` for all files below ``directory``, as the last file of a directory that is complete.
+    """Write ``checksums.json`` for all files below ``directory``; must be the last file written.
 
-    Args:
-        directory: complete but for the list.
-        added: relative paths of files added since the list was written; only these are read. None reads all.
-
-    Raises:
-        OutputError: it can't be written.
+    With ``added``, relative paths of files added since the last list, only these are read. Raises OutputError.
     """
     path = directory / CHECKSUMS
     content: dict[str, object] = {}
@@ -59,24 +50,24 @@ def check_checksums(
 
     Args:
         directory: directory that holds the list.
-        only: relative paths of the files to check; by default all that are listed. Files that are not listed are
-            not checked: a user may add some.
+        only: relative paths of the files to check; by default all listed files. Unlisted files are not checked, since
+            users may add some.
         complete: all of ``only`` must be listed.
-        size_only: suffix of files of which the size alone is compared, e.g. large ones that are checked elsewhere.
+        size_only: suffix of files compared by size alone, e.g. large files that are checked elsewhere.
 
     Returns:
-        False if there is no such list: the directory comes from elsewhere.
+        False if the directory has no list because it comes from elsewhere.
 
     Raises:
-        FileDamagedError: a listed file is missing or differs; the message names all of them.
-        FileFormatError: the list itself is invalid, or no regular file.
+        FileDamagedError: a listed file is missing or differs; the message names all such files.
+        FileFormatError: the list is invalid or not a regular file.
     """
     path = directory / CHECKSUMS
-    # A dangling link is not a missing list: reading it is refused below.
+    # A dangling link is not a missing list; reading it fails below.
     if not os.path.lexists(path):
         return False
     listed = read_fields(path, hint=_HINT)
-    # An empty list would let every file pass.
+    # An empty list would accept any file.
     if not listed.content:
         raise FileDamagedError(f"{path} lists no file: it is damaged", _HINT)
     problems = [f"{name}: not in {CHECKSUMS}" for name in only or () if complete and name not in listed]
@@ -93,7 +84,7 @@ def check_checksums(
 
 def _problems(directory: Path, name: str, num_bytes: int, sha256: str | None) -> list[str]:
     path = directory / name
-    # A list from elsewhere must not name files outside of its directory.
+    # A foreign list must not name files outside its directory.
     if Path(name).is_absolute() or ".." in Path(name).parts:
         return [f"{name}: the path leaves the directory"]
     try:

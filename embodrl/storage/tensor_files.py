@@ -1,6 +1,6 @@
-"""Safetensors files that another program may have written or damaged. Torch is imported only to read tensors of torch.
+"""Safetensors files of unknown origin. Imports torch only to read torch tensors.
 
-Whatever is wrong with a file is an ``OSError``, so that callers have one kind of error to give a code and a hint.
+Every defect of a file raises ``OSError``, so that callers have a single error to add a code and a hint to.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ _T = TypeVar("_T")
 
 @contextmanager
 def open_tensors(path: Path, framework: str = "pt", device: str = "cpu") -> Iterator[Any]:
-    """Open a file whose tensors are read one by one.
+    """Yield a reader (see ``safetensors.safe_open``) of a file or link, to read tensors one by one.
 
     Args:
-        path: of the file, or a link to it.
-        framework: pt or np.
-        device: of the tensors of torch.
-
-    Yields:
-        a reader; see ``safetensors.safe_open``.
+        path: file path.
+        framework: ``pt`` or ``np``.
+        device: device of torch tensors.
 
     Raises:
-        OSError: it is missing, no regular file, or damaged; also what the block finds damaged.
+        OSError: the file is missing, damaged or not a regular file, or the block finds it damaged.
     """
-    check_regular_file(path)  # the library would wait for the writer of a pipe
+    check_regular_file(path)  # opening a pipe would block until it has a writer
     try:
         with safe_open(path, framework=framework, device=device) as reader:
             yield reader
@@ -47,14 +44,14 @@ def open_tensors(path: Path, framework: str = "pt", device: str = "cpu") -> Iter
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a file, on the CPU; raises as ``open_tensors``."""
+    """Return all tensors of a file on the CPU; raises like ``open_tensors``."""
     from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
     return _load(path, load_file)
 
 
 def load_arrays(path: Path) -> dict[str, NDArray[np.generic]]:
-    """Return all arrays of a file; raises as ``open_tensors``."""
+    """Return all arrays of a file; raises like ``open_tensors``."""
     from safetensors.numpy import load_file
 
     return _load(path, load_file)
@@ -64,7 +61,7 @@ def _load(path: Path, load: Callable[[Path], _T]) -> _T:
     check_regular_file(path)
     try:
         return load(path)
-    # A type that the library does not know raises one of the others.
+    # A dtype unknown to the library raises one of the others.
     except (SafetensorError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise _damaged(path, error) from error
 

@@ -1,4 +1,4 @@
-"""Batches of the frames of episodes in a store."""
+"""Batches of frames from the episodes in a store."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from embodrl.types import Observation
 
 
 class FollowedBatches:
-    """Batches of frames of the episodes in a store, which become more; as ``FrameBatches``.
+    """Batches of frames from a growing store of episodes, as ``FrameBatches``.
 
     Args:
-        reader: of the store.
-        config: the run.
         horizon: actions that the policy learns per frame.
         check: called with the first episodes; raises if they do not fit the policy.
     """
@@ -37,20 +35,15 @@ class FollowedBatches:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes that were read, each of which counts once."""
+        """Episodes read, each counted once."""
         return len(self._reader.ids)
 
     @property
     def is_ready(self) -> bool:
-        """There is something to learn from."""
         return self._batches is not None
 
     def poll(self) -> None:
-        """Read new shards.
-
-        Raises:
-            StoreError: the store can't be reached, or a shard is damaged.
-        """
+        """Read new shards. Raises StoreError if the store can't be reached, or a shard is damaged."""
         if self._reader.poll():
             self._renew()
 
@@ -72,12 +65,11 @@ class FollowedBatches:
             self._batches.load_state(self._rng, torch.zeros(0, dtype=torch.int64))
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
-        """Return the next batch; see ``FrameBatches.next``."""
         assert self._batches is not None, "asked only when it is ready"
         return self._batches.next()
 
     def state(self) -> tuple[dict[str, Any], Tensor]:
-        """Return which shards were read and the state of the order."""
+        """Return the read shards and the state of the frame order."""
         rng = self._rng
         order = torch.zeros(0, dtype=torch.int64)
         if self._batches is not None:
@@ -85,7 +77,7 @@ class FollowedBatches:
         return {"rng": rng, "store": self._reader.state()}, order
 
     def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
-        """Read the shards of the window once more, and continue."""
+        """Read the shards of the window again, and continue."""
         saved = Fields(rng, "the checkpoint's data_rng", StoreError)
         self._reader.restore(saved.fields("store"))
         self._rng = dict(saved.fields("rng").content)
@@ -94,5 +86,5 @@ class FollowedBatches:
             self._batches.load_state(self._rng, order)
 
     def finished(self) -> list[str]:
-        """Return the shards that are not needed any more."""
+        """Return the shards that are no longer needed."""
         return self._reader.finished

@@ -63,21 +63,16 @@ _EPISODES = (
     *("env.", "reward.", "protocol", "algorithm.sampling.", "collect.seed", "collect.video_crf"),
     *("model.model_type", "model.num_action_chunks", "model.action_dim", "model.gripper", "model.condition"),
 )
-"""Settings that numbered episodes depend on; the weights come from the store, and every frame says whose it is."""
+"""Settings that numbered episodes depend on; weights come from the store, and each frame records their version."""
 
 
 def episode_settings(config: Config) -> dict[str, object]:
-    """Return what the episodes of a collector depend on, by key: under one name all are made with the same."""
+    """Return the settings that fix a collector's episodes, by key; all episodes under one name share them."""
     return settings_read(config, "store", (r"env\.train\.total_num_envs",), _EPISODES)
 
 
 class CorrectedActor(Demonstrator):
-    """A policy from which somebody may intervene.
-
-    Args:
-        actor: the policy.
-        intervention: by whom.
-    """
+    """A policy whose actions a person or expert may override."""
 
     def __init__(self, actor: StepwiseActor, intervention: Intervention) -> None:
         self.actor = actor
@@ -90,28 +85,25 @@ class CorrectedActor(Demonstrator):
     def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
         output = self.actor(observation, active, number)
         actions, acted_by = self.intervention.correct(observation, output.actions[:, 0])
-        self.actor.begin(np.flatnonzero(acted_by != POLICY))  # what was planned there was for another state
+        self.actor.begin(np.flatnonzero(acted_by != POLICY))  # the rest of the plan assumed another state
         columns = output.forward_inputs | {ACTED_BY: torch.from_numpy(acted_by)}
-        columns.pop(LOG_PROB, None)  # of an episode, all or none are the policy's own
+        columns.pop(LOG_PROB, None)  # within an episode, all or none are the policy's own
         return replace(output, actions=actions[:, None], forward_inputs=columns)
 
 
 class PolicyCollector(Recorder):
-    """Runs numbered attempts in all environments of a pool, and hands finished ones on with the numbers of the others.
+    """Runs numbered attempts in all environments of a pool, and saves finished episodes with the pending numbers.
 
-    Attempt n has the same seed and task whenever it is run, and its episode the id ``COLLECTOR-n``: what a kill has
-    interrupted is run again, and the store gets each number exactly once.
+    Attempt n always has the same seed and task, and its episode the id ``COLLECTOR-n``: an attempt interrupted by a
+    kill is run again, and the store gets each number exactly once.
 
     Args:
-        config: the run.
-        pool: started, without auto-reset, one action at a time.
-        engine: the policy.
-        shards: take finished episodes.
-        intervention: who may correct the policy; None: none.
-        log: gets the metrics of finished episodes, of which ``iteration`` is the number so far; None: none.
+        pool: started pool, without auto-reset, one action at a time.
+        intervention: source of corrections; None for none.
+        log: sink for the metrics of finished episodes, with the episode count as ``iteration``; None for none.
 
     Raises:
-        EmbodrlError: the earlier episodes of the collector were made with other settings.
+        EmbodrlError: earlier episodes of the collector were made with other settings.
     """
 
     def __init__(
@@ -152,7 +144,7 @@ class PolicyCollector(Recorder):
 
     @property
     def name(self) -> str:
-        """Of the collector, which its episodes are named after."""
+        """Name of the collector, the prefix of its episode ids."""
         return store_settings(self.config).collector
 
     @property
@@ -160,7 +152,7 @@ class PolicyCollector(Recorder):
         return self.config.collect.seed, zlib.crc32(self.name.encode())
 
     def progress(self) -> dict[str, object]:
-        """Return what continues from here: the next number, and those that are not finished."""
+        """Return the state to resume from: the next number, and the unfinished numbers."""
         begun = {"next": self._next, "open": sorted([*self.numbers.tolist(), *self._again])}
         counts = {"finished": self.finished, "solved": self.solved, "corrected": self.corrected}
         return {**begun, **counts, "identity": record_of(self._identity)}
@@ -174,13 +166,13 @@ class PolicyCollector(Recorder):
     def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         numbers = self.numbers[rows]
         drawn = [np.random.SeedSequence([*self._seeds, int(n)]).generate_state(1)[0] for n in numbers]
-        seeds = 2**30 + np.array(drawn, np.int64) // 4  # far above the seeds of evaluations
+        seeds = 2**30 + np.array(drawn, np.int64) // 4  # far above the evaluation seeds
         return seeds, (numbers % len(self._attempts.pool.spec.tasks)).astype(np.int32)
 
     def run(self, num_episodes: int, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
-        """Collect until exactly so many episodes are finished, or until asked to stop.
+        """Collect until exactly this many episodes are finished, or until asked to stop.
 
-        Of those that end at the same time, the last ones are not kept: a longer collection runs them again.
+        Surplus episodes that end in the same step are dropped; a longer collection runs them again.
 
         Raises:
             OutputError: the disk is full.
@@ -194,13 +186,13 @@ class PolicyCollector(Recorder):
         self._attempts.run(is_over)
 
     def _note(self) -> str:
-        """Return how it goes; with the share of episodes in which somebody corrected the policy, if somebody may."""
+        """Return a progress line, with the share of corrected episodes where corrections are possible."""
         count = max(self.finished, 1)
         by_hand = "" if self.intervention is None else f", {self.corrected / count:.0%} of episodes corrected"
         return f"success {self.solved / count:.0%}{by_hand}, version {self.engine.version}"
 
     def after(self, chunk: PlayedChunk) -> None:
-        """Hand on what has ended; what was lost to a fault keeps its number, and is run again."""
+        """Save the episodes that ended; an attempt lost to a fault keeps its number and is run again."""
         order = np.argsort(self.numbers)
         rows = order[chunk.ended[order]][: self._wanted - self.finished].tolist()
         if not rows:
@@ -218,7 +210,7 @@ class PolicyCollector(Recorder):
             self._log(self._metrics(episodes))
 
     def _metrics(self, episodes: list[DemoEpisode]) -> dict[str, MetricValue]:
-        """Return what is known of the episodes that have just ended, and of the time since the last ones."""
+        """Return the metrics of the episodes that just ended, and of the time since the previous ones."""
         acted_by = [np.asarray(episode.acted[ACTED_BY]) != POLICY for episode in episodes]
         found: dict[str, MetricValue] = {
             "iteration": self.finished,
@@ -232,12 +224,12 @@ class PolicyCollector(Recorder):
         }
         self._since_s = time.monotonic()
         for name, values in self._control().items():
-            merge = max if name.endswith("_s") else sum  # of times, the worst robot's
+            merge = max if name.endswith("_s") else sum  # for times, the slowest robot's
             found[f"time/control_{name}" if name.endswith("_s") else f"control/{name}"] = merge(values)
         return found
 
     def _control(self) -> dict[str, list[float]]:
-        """Return how control has gone in each process; of one that is lost meanwhile, nothing."""
+        """Return the control metrics of each process; none for a process lost meanwhile."""
         try:
             answers = self._attempts.pool.call("status")
         except (EnvWorkerDied, EnvTimeout):
@@ -250,12 +242,9 @@ class PolicyCollector(Recorder):
 
 
 class Uploads:
-    """Copies shards into the store now and then, and asks there whether the trainer has finished; in a thread, since a
-    store that is away may take a minute to say so, and the robot continues meanwhile.
+    """Periodically copies shards into the store and checks whether the trainer has finished.
 
-    Args:
-        store, shards, lease: of the collector.
-        interval_s: between two looks.
+    Runs in a thread: an unreachable store may take a minute to fail, and the robot continues meanwhile.
     """
 
     def __init__(self, store: Store, shards: ShardWriter, lease: Lease, interval_s: float) -> None:
@@ -269,10 +258,10 @@ class Uploads:
         self._look: Future[bool] | None = None
 
     def is_over(self) -> bool:
-        """Begin to copy what is complete, if it is time; return whether the trainer has finished.
+        """Start copying complete shards if due; return whether the trainer has finished.
 
         Raises:
-            StoreError: the store refuses the shards, or another collector has taken the name, which will not pass.
+            StoreError: permanent: the store refuses the shards, or another collector has taken the name.
         """
         if self._look is not None:
             if not self._look.done():
@@ -289,25 +278,17 @@ class Uploads:
         return self._retry(self._store.mark, DONE) is not None
 
     def copy(self) -> None:
-        """Copy what is complete, as the one collector of its name.
-
-        Raises:
-            StoreError: see ``is_over``; or the store can't be reached.
-        """
+        """Copy complete shards if the collector still owns its name; raises as ``is_over``, or during an outage."""
         self._lease.check()
         self._shards.upload()
 
     def close(self) -> None:
-        """Wait for the copies under way."""
+        """Wait for running copies."""
         self._thread.shutdown()
 
 
 def spool_id(spool: Path) -> str:
-    """Return what identifies a collector's directory, and is made with it.
-
-    Raises:
-        OutputError: the directory can't be written.
-    """
+    """Return the id of a collector's directory, created together with it; raises OutputError."""
     path = spool / ID_FILE
     elsewhere = "choose another store.spool_dir"
     with output_errors(f"{path} can't be read or written", path, elsewhere):
@@ -318,12 +299,12 @@ def spool_id(spool: Path) -> str:
 
 
 def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
-    """Collect episodes with the policy until ``collect.num_episodes``, the trainer's end, or a signal; the exit code.
+    """Collect episodes until ``collect.num_episodes``, the trainer's end, or a signal; return the exit code.
 
-    Episodes that could not be copied to the store stay in ``store.spool_dir``; the same command continues with them.
+    Episodes that could not be copied to the store stay in ``store.spool_dir``; the same command resumes with them.
 
     Raises:
-        EmbodrlError: something is missing, or the disk is full.
+        EmbodrlError: a requirement is missing, or the disk is full.
     """
     config = loaded.config
     settings = store_settings(config)
@@ -343,13 +324,13 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
             return LeRobotWriter(directory, names, fps, collecting.video_crf, config.env.env_type, resume=True)
 
         lease = Lease(store, settings.collector, spool_id(spool))
-        lease.take(say)  # first, since ShardWriter continues after what the store has
+        lease.take(say)  # first, since ShardWriter continues after the store's newest shard
         closing.callback(lease.stop)
         lease.keep()
         sizes = (settings.episodes_per_shard, settings.shard_s)
         meta = {REWARDS: reward_settings(config)}
         shards = ShardWriter(store, spool, settings.collector, make_writer, *sizes, meta)
-        closing.callback(Retry(logger.warning), lease.release)  # not where another process has the spool
+        closing.callback(Retry(logger.warning), lease.release)  # not if another process owns the spool
         closing.callback(shards.close)
         engine = make_acting(config)
         directory = spool / "weights"

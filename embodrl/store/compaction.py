@@ -1,8 +1,8 @@
-"""Merging the small shards of a store into large ones, while collectors write and trainers read.
+"""Merges the small shards of a store into large ones, while collectors write and trainers read.
 
-A merged shard is complete in the store before the first of those that it replaces is removed; its mark names them. So
-whatever ends the process, each episode is in the store, perhaps twice for a while; readers count it once, by its id,
-and the next compaction removes what a complete merged shard replaces.
+A merged shard is complete in the store, with a mark that names the shards it replaces, before the first of those is
+removed. If the process is killed, each episode is still in the store, perhaps twice for a while; readers count it once,
+by its id, and the next compaction removes replaced shards.
 
 Shapes: N frames.
 """
@@ -32,20 +32,20 @@ Marks = Mapping[str, Fields]
 
 
 def compact(store: Store, capacity: int, say: Callable[[str], None]) -> None:
-    """Merge the shards of each collector, but for its newest, where a collector continues that has lost its disk.
+    """Merge the shards of each collector except its newest, from which a collector that has lost its disk resumes.
 
     Args:
-        store: with the shards; one process at a time may compact it.
-        capacity: most episodes of a merged shard.
-        say: gets what was done.
+        store: store with the shards; one process at a time may compact it.
+        capacity: limit on episodes in a merged shard.
+        say: prints status lines.
 
     Raises:
-        StoreError: the store can't be reached, or a shard is damaged; what was not merged is as it was.
-        OutputError: there is no room for copies in the directory for temporary files.
+        StoreError: the store can't be reached, or a shard is damaged; unmerged shards are unchanged.
+        OutputError: the directory for temporary files has no room for the copies.
     """
     _remove_replaced(store, _marks(store))
     marks = _marks(store)
-    groups = _groups(marks, capacity)
+    groups = _merge_groups(marks, capacity)
     for names in groups:
         name = _merge(store, names, marks)
         mark = store.mark(name)
@@ -62,8 +62,8 @@ def _marks(store: Store) -> dict[str, Fields]:
     return {name: mark for name, mark in found.items() if mark is not None}
 
 
-def _groups(marks: Marks, capacity: int) -> list[list[str]]:
-    """Return what is to be merged: neighbors that are too small, with at most ``capacity`` episodes together."""
+def _merge_groups(marks: Marks, capacity: int) -> list[list[str]]:
+    """Return the groups to merge: adjacent small shards with at most ``capacity`` episodes together."""
     groups: list[list[str]] = []
     kept = newest_of_each(list(marks))
     for _, names in groupby((name for name in marks if name not in kept), key=lambda name: place_of(name)[0]):
@@ -84,7 +84,7 @@ def _replaced(mark: Fields) -> list[str]:
 
 
 def _remove_replaced(store: Store, marks: Marks) -> None:
-    """Remove the shards all of whose episodes are in a complete one that replaces them."""
+    """Remove shards whose episodes are all in a complete shard that replaces them."""
     for name, mark in marks.items():
         ids = set(mark.texts("ids"))
         for old in _replaced(mark):
@@ -96,7 +96,7 @@ def _merge(store: Store, names: list[str], marks: Marks) -> str:
     """Copy shards of one collector into the store as one; return its name."""
     collector, first = place_of(names[0])
     name = f"{EPISODES}/{collector}{MERGED}{first:06d}-{max(int(member[-6:]) for member in names):06d}"
-    if name in marks:  # a shard within its span was written once more just now; the next compaction removes it
+    if name in marks:  # a shard within its span was just rewritten; the next compaction removes it
         return name
     with tempfile.TemporaryDirectory(prefix="embodrl-compact-") as directory:
         merged = Path(directory) / "merged"
@@ -113,7 +113,7 @@ def _write(store: Store, names: list[str], target: Path, copies: Path) -> list[s
     ids = list(dict.fromkeys(one for mark in marks for one in mark.texts("ids")))
     first = read_info(copies / "0")
     written = set[str]()
-    # Losslessly, whatever was lost in the videos before.
+    # Losslessly, whatever the videos have already lost.
     with LeRobotWriter(target, first.cameras, round(first.fps), 0, first.robot_type) as writer:
         for number, mark in enumerate(marks):
             directory = copies / str(number)
@@ -122,19 +122,19 @@ def _write(store: Store, names: list[str], target: Path, copies: Path) -> list[s
                     writer.add(episode)
                     written.add(one)
         rewards = [_rewards(copies / str(number)) for number in range(len(marks))]
-        # Shards from before a change of the rewards can only be imitated together with later ones.
+        # Shards from before a change of the rewards can only be used for imitation together with later ones.
         meta = {REWARDS: rewards[0]} if all(one == rewards[0] for one in rewards) else {}
         writer.close({**meta, "collector": marks[-1].fields("collector").content, "ids": ids})
     return ids
 
 
 def _rewards(directory: Path) -> Mapping[str, object]:
-    """Return what the rewards of a shard follow from, as it says."""
+    """Return the reward settings recorded in a shard."""
     return read_fields(directory / layout.OWN_META).fields(REWARDS, {}).content
 
 
 def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str, DemoEpisode]]:
-    """Yield the episodes of a shard by id, with every column that it has."""
+    """Yield the episodes of a shard by id, with all columns."""
     demos = load_lerobot(directory)
     known = {layout.ACTION, layout.STATE, *layout.COUNTERS, *info.cameras}
     columns = _columns(directory, info, [name for name in info.features if name not in known])
@@ -145,7 +145,7 @@ def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str
         seed = demos.seeds[number]
         success = demos.success[number]
         if seed is None or success is None:
-            raise StoreError(f"episode {one} tells neither its seed nor its success", code="store-damaged")
+            raise StoreError(f"episode {one} records neither its seed nor its success", code="store-damaged")
         columns_of = {name: values[frames] for name, values in columns.items()}
         seen = (demos.images[frames], demos.state[frames], demos.actions[frames])
         about = (demos.said(frames[:1])[0], demos.tasks[number])
@@ -153,7 +153,7 @@ def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str
 
 
 def _columns(directory: Path, info: Info, names: list[str]) -> dict[str, NDArray[np.generic]]:
-    """Return columns of all frames ``[N]`` or ``[N,D]``, of the types and in the order of info.json."""
+    """Return columns of all frames ``[N]`` or ``[N,D]``, in the dtypes and order of info.json."""
     tables = [Table(path) for path in sorted((directory / "data").glob("*/*.parquet"))]
     order = np.argsort(np.concatenate([table.integers("index") for table in tables]))
     found: dict[str, NDArray[np.generic]] = {}

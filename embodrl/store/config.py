@@ -1,4 +1,4 @@
-"""Section ``store``: what `embodrl store collect`, `train` and `eval` share."""
+"""Section ``store``: settings shared by `embodrl store collect`, `train` and `eval`."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from embodrl.config.schema import Config, PathText, PositiveFloat, PositiveInt, 
 
 
 class StoreConfig(Section):
-    """What collectors, trainer and evaluators share."""
+    """Settings shared by collectors, trainer and evaluators."""
 
     url: PathText | None = Field(
-        default=None, description="a directory that all of them reach, or a URL of fsspec such as s3://BUCKET/PREFIX"
+        default=None, description="a directory that all processes reach, or a URL of fsspec such as s3://BUCKET/PREFIX"
     )
     collector: str = Field(
         default="collector-0",
         pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*",
-        description="name of a collector, which its episodes are named after: one for each that runs at a time",
+        description="name of a collector and prefix of its episode ids: unique among running collectors",
     )
     spool_dir: PathText = Field(
         default="outputs/spool",
-        description="directory of a collector, for episodes that are not in the store yet, and of an evaluator",
+        description="local directory of a collector, for episodes not yet in the store, or of an evaluator",
     )
     episodes_per_shard: PositiveInt = Field(
-        default=32, le=100_000, description="episodes that a collector writes into the store at once"
+        default=32, le=100_000, description="episodes that a collector writes into the store at a time"
     )
     shard_s: PositiveFloat = Field(
-        default=60.0, description="seconds after which a collector writes fewer of them into the store"
+        default=60.0, description="seconds after which a collector writes an incomplete shard into the store"
     )
     window_episodes: PositiveInt = Field(
-        default=1000, description="newest episodes that the trainer learns from, of those that it may use"
+        default=1000, description="number of newest usable episodes that the trainer learns from"
     )
     successes_only: bool = Field(default=True, description="imitate solved episodes only")
     corrections_only: bool = Field(
-        default=False, description="imitate only what an expert or a person did in place of the policy (HG-DAgger)"
+        default=False, description="imitate only the corrections by an expert or a person (HG-DAgger)"
     )
     intervention: PathText | None = Field(
         default=None,
@@ -50,11 +50,11 @@ class StoreConfig(Section):
         default=False, description="the trainer removes shards from the store once they have left its window"
     )
     compact_episodes: PositiveInt = Field(
-        default=1000, le=100_000, description="most episodes of a shard that `embodrl store compact` merges others into"
+        default=1000, le=100_000, description="limit on episodes in a shard merged by `embodrl store compact`"
     )
-    poll_s: PositiveFloat = Field(default=1.0, description="seconds between two looks into the store")
+    poll_s: PositiveFloat = Field(default=1.0, description="seconds between two checks of the store")
 
 
 def store_settings(config: Config) -> StoreConfig:
-    """Return the section ``store``; its defaults where the configuration has no keys of it."""
+    """Return the section ``store``, or its defaults if the configuration has none."""
     return section_in(config, "store", StoreConfig)

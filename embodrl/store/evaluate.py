@@ -1,4 +1,4 @@
-"""`embodrl store eval`: measure every version of the weights in a store, as they come."""
+"""`embodrl store eval`: evaluate every version of the weights in a store, as they come."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class VersionEvaluator:
-    """Takes the newest version of a store, measures it, and writes the result there.
+    """Evaluates the newest version in a store, and writes the result there.
 
     Args:
-        store: with the weights.
-        source: takes weights.
-        directory: for copies of them.
+        directory: directory for copies of the weights.
         measure: returns the result of an evaluation, as JSON.
-        pause: called where there is nothing to do.
+        pause: called while there is nothing to do.
     """
 
     def __init__(
@@ -53,9 +51,9 @@ class VersionEvaluator:
         self._newest = -1
 
     def run(self, should_stop: Callable[[], bool], say: Callable[[str], None]) -> None:
-        """Measure until the trainer has finished and its last version has a result, or until asked to stop."""
+        """Evaluate until the trainer has finished and its last version has a result, or until asked to stop."""
         while not should_stop():
-            done = self._retry(self._store.mark, DONE)  # before the versions, of which it is the last
+            done = self._retry(self._store.mark, DONE)  # read before the versions, the last of which it names
             version = self._take()
             name = f"{RESULTS}/v{self._newest:06d}"
             if version is not None and self._retry(self._store.mark, name) is None:
@@ -73,7 +71,7 @@ class VersionEvaluator:
         return True
 
     def _take(self) -> int | None:
-        """Return the version that was taken just now; None if there is no newer one."""
+        """Return the version just taken; None if there is no newer one."""
         self._retry(download_versions, self._store, self._directory)
         try:
             report = self._source.take(self._directory)
@@ -87,10 +85,10 @@ class VersionEvaluator:
 
 
 def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
-    """Measure versions as they come; return the exit code. The same command continues after a stop or a kill.
+    """Evaluate versions as they come; return the exit code. The same command resumes after a stop or a kill.
 
     Raises:
-        EmbodrlError: something is missing, or the weights are of another policy.
+        EmbodrlError: a requirement is missing, or the weights belong to another policy.
     """
     config = loaded.config
     store = open_store(config)
@@ -127,5 +125,5 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         try:
             VersionEvaluator(store, WeightSource(engine), directory, measure, pause).run(lambda: bool(stop), say)
         except InterruptedError:
-            say("stopped within an evaluation, which is repeated when the command is")
+            say("stopped during an evaluation; the same command repeats it")
     return stop.exit_code

@@ -27,12 +27,9 @@ _LOOK_S = 0.2
 
 
 class PublishedWeights:
-    """The weights that collectors and evaluators take from a store; a store that is away gets them later.
+    """The weights that collectors and evaluators take from a store; uploads are retried after an outage.
 
-    Args:
-        store: gets them.
-        directory: of the versions on this machine.
-        policy: for the names of the weights.
+    ``directory`` holds the versions on this machine; ``policy`` gives the names of the weights.
     """
 
     def __init__(self, store: Store, directory: Path, policy: VLAPolicy) -> None:
@@ -43,13 +40,13 @@ class PublishedWeights:
         self._is_behind = False
 
     def publish(self, engine: TrainEngine, step: int) -> None:
-        """Publish the weights after so many steps, unless a process before this one has published as many."""
+        """Publish the weights of a step, unless a previous process has published them."""
         if self._sender.version is None or step > self._sender.version:
             self._sender.send(engine.weights(), step)
         self._upload()
 
     def catch_up(self) -> None:
-        """Upload what the store did not take."""
+        """Upload versions that the store has not received."""
         if self._is_behind:
             self._upload()
 
@@ -61,7 +58,7 @@ class PublishedWeights:
         self._is_behind = not self._retry(upload, default=False)
 
     def finish(self, step: int, is_to_stop: Callable[[], bool], poll_s: float) -> None:
-        """Say in the store that there will be no further weights; tried until it succeeds, or the run is to stop."""
+        """Mark in the store that no further weights will come; retried until it succeeds or the run is to stop."""
 
         def mark() -> bool:
             upload_versions(self._store, self._directory)
@@ -73,17 +70,7 @@ class PublishedWeights:
 
 
 class StoreLearner(ImitationLearner):
-    """Imitates the episodes of a store, as many steps as they allow; each checkpoint is saved before it is published.
-
-    Args:
-        config: the run.
-        policy: of this process.
-        engine: trains.
-        batches: of the episodes.
-        store: with the episodes.
-        weights: where each checkpoint's are published.
-        hooks: what the run does for it.
-    """
+    """Imitates the episodes of a store, as many steps as they allow; saves each checkpoint before publishing it."""
 
     def __init__(
         self,
@@ -106,7 +93,7 @@ class StoreLearner(ImitationLearner):
         self._restored_at: int | None = None
 
     def begin(self) -> None:
-        if self._restored_at is not None:  # a process that was killed may have saved it, and not published
+        if self._restored_at is not None:  # a killed process may have saved the checkpoint without publishing it
             self.weights.publish(self.engine, self._restored_at)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
@@ -132,7 +119,7 @@ class StoreLearner(ImitationLearner):
         return False
 
     def remove_used(self) -> None:
-        """Remove the shards that are not needed any more, but for the newest of each collector."""
+        """Remove shards that are no longer needed, except the newest of each collector."""
         names = self.store.names(EPISODES)
         for name in set(names).intersection(self.followed.finished()).difference(newest_of_each(names)):
             self.store.remove(name)

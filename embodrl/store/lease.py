@@ -1,7 +1,7 @@
-"""A name in a store that one process has at a time.
+"""A lease on a name in a store, held by one process at a time.
 
-Stores have no locks, and clocks of machines differ. The owner counts up in the store while it lives, in a thread, since
-a robot or a long copy may hold the others up; who finds another owner there watches whether it still counts.
+Stores have no locks, and machine clocks differ. A thread of the owner increments a counter in the store, so that a
+robot or a long copy can't delay it; a process that finds another owner watches whether the counter still advances.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ STALE_S = 40.0
 _LOOK_S = 1.0
 _LOOKS = 3
 _UNREADABLE = ("", 0)
-"""Somebody is just writing it, or was killed then."""
+"""A lease that is being written, or whose writer was killed."""
 
 
 class Lease:
-    """A name that its owner keeps. Of two that begin at once, the first one loses it.
+    """A lease on a name. Of two processes that start at once, the first one loses it.
 
     Args:
-        store: where the name is.
-        name: what processes must not share.
-        owner: the same whenever this one starts again, and no other's.
-        clock, sleep: in seconds.
-        stopped: set when this process leaves the name.
+        name: name that processes must not share.
+        owner: id of this process, unique and stable across restarts.
+        stopped: set when this process releases the name.
     """
 
     def __init__(
@@ -58,18 +56,17 @@ class Lease:
         self._problem: StoreError | None = None
 
     def take(self, say: Callable[[str], object]) -> None:
-        """Take the name; from another owner only if it has not counted for ``STALE_S``.
+        """Take the name; from another owner only if its counter has not advanced for ``STALE_S``.
 
-        Args:
-            say: gets a line before it waits.
+        ``say`` prints a line before it waits.
 
         Raises:
-            StoreError: another process has it, or the store can't be reached.
+            StoreError: another process owns the name, or the store can't be reached.
         """
         found = self._read()
         end_s = self._clock() + STALE_S
         if found is not None and found[0] != self._owner:
-            say(f"{self._name} belonged to another process: looking for {STALE_S:g} s whether that one lives")
+            say(f"{self._name} belonged to another process: checking for {STALE_S:g} s whether that process is alive")
             while self._clock() < end_s:
                 self._sleep(_LOOK_S)
                 now = self._read()
@@ -80,11 +77,11 @@ class Lease:
         self._beat()
 
     def keep(self) -> None:
-        """Show every ``BEAT_S`` that this process lives, in a thread, until ``stop``."""
+        """Increment the counter every ``BEAT_S`` in a thread, until ``stop``."""
         self._thread.start()
 
     def check(self) -> None:
-        """Refuse to continue without the name.
+        """Check that this process still owns the name.
 
         Raises:
             StoreError: another process has taken the name, or the store can't be reached.
@@ -94,17 +91,13 @@ class Lease:
         self._must_own()
 
     def stop(self) -> None:
-        """Count no more."""
+        """Stop the counter."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def release(self) -> None:
-        """Stop, and leave the name to others.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Stop the counter and release the name; raises StoreError."""
         self.stop()
         found = self._read()
         if found is not None and found[0] == self._owner:
@@ -129,7 +122,7 @@ class Lease:
             raise self._taken()
 
     def _read(self) -> tuple[str, int] | None:
-        """Return owner and beats; None only if there is no owner."""
+        """Return owner and counter; None only if there is no owner."""
         for _ in range(_LOOKS):
             try:
                 with self._access:
@@ -150,7 +143,7 @@ class Lease:
     def _taken(self) -> StoreError:
         return StoreError(
             f"another process is {self._name} in {self._store}",
-            "give each collector a name of its own (store.collector); one that was killed continues from its own"
+            "give each collector its own name (store.collector); a killed collector resumes from its own"
             " store.spool_dir",
             code="store-name-taken",
         )

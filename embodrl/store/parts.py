@@ -1,4 +1,4 @@
-"""What `embodrl store collect`, `train` and `eval` share."""
+"""Common parts of `embodrl store collect`, `train` and `eval`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from embodrl.store.store import Store
 from embodrl.store.weights import WEIGHTS
 
 DONE = "done/trainer"
-"""The mark of a trainer that has taken its last step; its ``version`` is that of the last weights."""
+"""Mark of a trainer that has taken its last step; its ``version`` is the last weights' version."""
 RESULTS = "results"
-"""What evaluations are below, in a store: one for each version."""
+"""Prefix of evaluations in a store: one per version."""
 
 
 def open_store(config: Config, create: bool = True) -> Store:
-    """Return the store of a run.
-
-    Args:
-        config: the run.
-        create: begin one if there is none.
+    """Return the store of a run; ``create`` creates it if absent.
 
     Raises:
-        UsageError: none is configured.
-        StoreError: there is no such kind of store, it can't be reached, or there is none and none is created.
+        UsageError: no store is configured.
+        StoreError: unsupported URL, the store can't be reached, or it is absent and not created.
     """
     url = store_settings(config).url
     if url is None:
@@ -42,11 +38,7 @@ def open_store(config: Config, create: bool = True) -> Store:
 
 
 def status_lines(store: Store) -> list[str]:
-    """Return what a store holds, for people.
-
-    Raises:
-        StoreError: it can't be reached.
-    """
+    """Return the content of a store as lines for people; raises StoreError."""
     episodes: Counter[str] = Counter()
     for name in store.names(EPISODES):
         if (mark := store.mark(name)) is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.rules.real_time import person_can_correct
 from embodrl.config.schema import DEVICES
 from embodrl.envs.robot.spec import EXPERT
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.store.config import store_settings
 
 RULES = RuleSet()
@@ -15,7 +16,7 @@ RULES = RuleSet()
 
 @RULES.rule("store.intervention", "env.real_time", "env.env_type", "env.tasks", "algorithm.dagger")
 def intervention_is_possible(context: Context) -> Iterator[Finding]:
-    """Who corrects a policy exists, and there is a rule by which a stand-in intervenes."""
+    """The intervening expert exists, and a stand-in has a rule for when to intervene."""
     config = context.config
     name = store_settings(context.config).intervention
     if name is None:
@@ -33,8 +34,8 @@ def intervention_is_possible(context: Context) -> Iterator[Finding]:
             yield Finding(key, message, "name a policy, keyboard or spacemouse", others=("env.tasks",))
     elif path_kind(name) != "directory":
         allowed = f"{EXPERT}, {', '.join(DEVICES)}, or the directory of a policy"
-        yield Finding(key, f"there is no directory {name}", "correct the name", allowed)
+        yield Finding(key, f"no such directory: {name}", "correct the name", allowed)
     if config.algorithm.dagger.gate_threshold is None:
-        message = "there is no rule by which a stand-in for a person intervenes"
+        message = "no rule says when a stand-in for a person intervenes"
         hint = "add algorithm=hg_dagger, or set algorithm.dagger.gate_threshold"
         yield Finding("algorithm.dagger.gate_threshold", message, hint, "above 0", others=(key,))

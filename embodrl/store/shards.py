@@ -1,8 +1,8 @@
-"""Finished episodes on their way from a collector into a store, as LeRobot datasets (shards) that never change.
+"""Finished episodes on their way from a collector into a store, as immutable LeRobot datasets (shards).
 
-A finished episode is committed to a local dataset first, which becomes a shard when it is full and is then copied into
-the store. Whatever kills the collector, or however long the store is away: the next start finds committed episodes on
-the disk, and what was under way in ``progress``, which is saved with them.
+A finished episode is first committed to a local dataset, which becomes a shard when full and is then copied into the
+store. After any kill or store outage, the next start finds committed episodes on disk, and pending attempts in
+``progress``, which is saved with them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from embodrl.storage.atomic import remove
 from embodrl.store.store import Store
 
 EPISODES = "episodes"
-"""What shards are below, in a store."""
+"""Prefix of shards in a store."""
 REMOVED = ".removed"
 """A shard in the spool that is being deleted."""
 MERGED = "="
-"""In the name of a merged shard, ``COLLECTOR=FIRST-LAST``; no name of a collector has it."""
+"""Separator in the name of a merged shard, ``COLLECTOR=FIRST-LAST``; no collector name contains it."""
 
 
 def place_of(name: str) -> tuple[str, int]:
-    """Return the collector of a shard, and the number of its first part: shards are read in this order."""
+    """Return the collector and first part number of a shard: the reading order."""
     collector, _, span = name.rpartition("/")[2].rpartition(MERGED)
     return (collector, int(span[:6])) if collector else (span[:-7], int(span[-6:]))
 
 
 def newest_of_each(names: Sequence[str]) -> set[str]:
-    """Return the newest shard that each collector itself has written: without its disk, it continues after that."""
+    """Return the newest unmerged shard of each collector, from which it resumes if it has lost its disk."""
     own = sorted((name for name in names if MERGED not in name), key=place_of)
     return set({place_of(name)[0]: name for name in own}.values())
 
@@ -47,16 +47,13 @@ class ShardWriter:
     """Writes the episodes of one collector.
 
     Args:
-        store: gets the shards.
         spool: directory of this collector alone, on a disk that outlives the process.
-        collector: its name.
-        make_writer: returns the writer of a dataset in a directory, of which an interrupted one is continued.
-        capacity: episodes in a shard.
+        make_writer: returns the writer of a dataset in a directory, resuming an interrupted one.
         longest_s: seconds after which a shard with fewer is complete.
-        meta: what else ``embodrl.json`` of a shard says.
+        meta: further entries of ``embodrl.json`` of a shard.
 
     Attributes:
-        progress: what the last ``add`` was given, by this process or an earlier one; None for a new collector.
+        progress: argument of the last ``add``, by this process or an earlier one; None for a new collector.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class ShardWriter:
         return sorted(self._spool.glob(f"{self._collector}-{'[0-9]' * 6}"))
 
     def _recover(self) -> int:
-        """Find the newest progress, on the disk or else in the store; return the number of the next shard."""
+        """Find the newest progress, on disk or else in the store; return the number of the next shard."""
         if complete := self._complete():
             self.progress = read_fields(complete[-1] / OWN_META).fields("collector")
             return int(complete[-1].name[-6:]) + 1
@@ -105,7 +102,7 @@ class ShardWriter:
         return 0
 
     def add(self, episodes: Sequence[DemoEpisode], progress: Mapping[str, object]) -> None:
-        """Make episodes survive a kill, together with what their collector needs to continue after them.
+        """Save episodes durably, together with the state their collector resumes from.
 
         Raises:
             OutputError: the disk is full.
@@ -119,7 +116,6 @@ class ShardWriter:
             self.finish(progress)
 
     def finish(self, progress: Mapping[str, object]) -> None:
-        """Complete the present shard, and begin the next one."""
         if self._ids:
             self._writer.close({**self._meta, "collector": dict(progress), "ids": self._ids})
             self._number = self._number + 1
@@ -128,10 +124,10 @@ class ShardWriter:
         self._since = time.monotonic()
 
     def upload(self) -> None:
-        """Copy complete shards into the store; the newest stays on the disk, too, until there is another.
+        """Copy complete shards into the store; the newest also stays on disk until the next one.
 
         Raises:
-            StoreError: the store can't be reached; the shards stay on the disk.
+            StoreError: the store can't be reached; the shards stay on disk.
         """
         complete = self._complete()
         for path in complete:
@@ -143,17 +139,17 @@ class ShardWriter:
             self._uploaded.add(path)
         for path in complete[:-1]:
             remove(self._spool / REMOVED)
-            path.rename(self._spool / REMOVED)  # a kill leaves no part of a shard that the store would refuse
+            path.rename(self._spool / REMOVED)  # so that a kill leaves no partial shard, which the store would refuse
             remove(self._spool / REMOVED)
 
     def close(self) -> None:
-        """Release the present shard, whose committed episodes stay on the disk."""
+        """Release the current shard, whose committed episodes stay on disk."""
         self._writer.abort()
 
 
 @dataclass
 class _Part:
-    """What the window has of a shard: ``ids`` of the episodes that were read for it, and the usable ones of them."""
+    """A shard's part of the window: ``ids`` of the episodes read for it, and the usable episodes among them."""
 
     shard: str
     ids: list[str]
@@ -164,18 +160,16 @@ class ShardReader:
     """Follows the episodes of a store: each is read once, by its id.
 
     Args:
-        store: with the shards.
         cache: directory for copies of them.
-        cameras: in the order of the policy's.
-        size: height and width of pictures.
-        window: newest usable episodes kept.
-        successes_only: episodes that were not solved are counted, and not used.
-        corrections_only: the same of those in which the policy alone acted.
+        cameras: cameras, in the order of the policy's.
+        window: number of newest usable episodes kept.
+        successes_only: count failed episodes, but do not use them.
+        corrections_only: count episodes without corrections, but do not use them.
 
     Attributes:
-        shards: names of those read so far, in their order.
-        ids: of the episodes in them.
-        demos: the usable episodes of the window; None before there is one.
+        shards: names of the shards read so far, in order.
+        ids: ids of the episodes in them.
+        demos: usable episodes of the window; None before the first.
     """
 
     def __init__(
@@ -201,7 +195,7 @@ class ShardReader:
         self.demos: Demos | None = None
 
     def poll(self) -> bool:
-        """Read the shards that are new; return whether there were any.
+        """Read new shards; return whether there were any.
 
         Raises:
             StoreError: the store can't be reached, or a shard is damaged.
@@ -214,10 +208,10 @@ class ShardReader:
         return bool(new)
 
     def restore(self, state: Fields) -> None:
-        """Be as the reader that ``state`` was called of, from merged shards where those of that time are gone.
+        """Restore a ``state``, reading merged shards in place of removed ones.
 
         Raises:
-            StoreError: a shard of the window can't be read any more.
+            StoreError: a shard of the window can no longer be read.
         """
         used = [(part.text("shard"), part.texts("ids")) for part in state.objects("used")]
         self.shards = state.texts("shards")
@@ -228,12 +222,12 @@ class ShardReader:
 
     @property
     def finished(self) -> list[str]:
-        """The shards that are not needed any more, not even after a restart from here."""
+        """The shards that are no longer needed, not even after a restart from here."""
         used = {part.shard for part in self._parts}
         return [name for name in self.shards if name not in used]
 
     def state(self) -> dict[str, object]:
-        """Return what ``restore`` takes, as JSON."""
+        """Return the argument of ``restore``, as JSON."""
         return {
             "shards": self.shards,
             "used": [{"shard": part.shard, "ids": part.ids} for part in self._parts],
@@ -241,7 +235,7 @@ class ShardReader:
         }
 
     def _source(self, name: str, ids: set[str]) -> str:
-        """Return the shard if it is there, else the merged one that its episodes went into."""
+        """Return the shard if it still exists, else the merged one with its episodes."""
         if self._store.mark(name) is not None:
             return name
         for other in self._store.names(EPISODES):
@@ -251,12 +245,12 @@ class ShardReader:
         return name
 
     def _follow(self, name: str) -> bool:
-        """Read a shard; False if it is gone again, since its episodes were merged into another."""
+        """Read a shard; False if it was removed meanwhile, since its episodes were merged into another."""
         mark = self._store.mark(name)
         if mark is None:
             return False
         ids = set(mark.texts("ids"))
-        for part in self._parts:  # from now on, from where they are kept
+        for part in self._parts:  # read from their current shard from now on
             if ids.issuperset(part.ids):
                 part.shard = name
         if not ids <= self.ids:
@@ -270,7 +264,7 @@ class ShardReader:
         return True
 
     def _read(self, name: str, expected: set[str]) -> None:
-        """Take the expected episodes of a shard that are not known yet."""
+        """Read the expected episodes of a shard that are not yet known."""
         directory = self._cache / name.rpartition("/")[2]
         mark = self._store.get(name, directory)
         demos = load_demos(directory, None, self._cameras, self._size)

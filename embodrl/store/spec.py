@@ -1,4 +1,4 @@
-"""The verbs `embodrl store`: `embodrl --help` reads this, so it names what it needs and imports none of it."""
+"""The verbs `embodrl store`. Read by `embodrl --help`, so it names modules without importing them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="store",
     target="embodrl.cli.store:app",
-    description="Collector, trainer and evaluator as processes that share nothing but a store: episodes, weights,"
-    " results.",
+    description="Collector, trainer and evaluator as processes that share only a store: episodes, weights, results.",
     sections={"store": "embodrl.store.config:StoreConfig"},
     rules=("embodrl.store.rules:RULES",),
     resumes={"store_metrics.jsonl": "embodrl.store.train:resume"},

@@ -1,9 +1,9 @@
-"""A store that several processes share: directories that are complete or absent, at a path or any URL of fsspec.
+"""A store shared by several processes: directories that are complete or absent, at a path or any fsspec URL.
 
-A directory consists of its files and, written last, ``STABLE``: a JSON object with size and SHA-256 of each file, and
-what its writer says about it. Without that mark it does not exist for readers; it never changes once it has it. The
-store needs no locks, and no renames but of that mark in a local directory, since object stores lack both: each name has
-one writer (see lease.py).
+A directory consists of its files and, written last, the mark ``STABLE``: a JSON object with size and SHA-256 of each
+file, and facts from its writer. Readers ignore a directory without the mark, and one with the mark never changes. The
+store needs no locks, and no renames except for the mark in a local directory, since object stores lack both: each name
+has one writer (see lease.py).
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from embodrl.storage.integrity import sha256_of
 STABLE = "STABLE"
 SIGN = "embodrl-store"
 OUTAGES = ("store-unreachable", "store-full")
-"""Codes of errors that may pass by themselves."""
-_HINT = "see docs/store.md; what was written before is intact"
+"""Codes of possibly transient errors."""
+_HINT = "see docs/store.md; earlier data is intact"
 
 
 class Store:
     """A place for directories with names such as ``episodes/NAME``.
 
+    Every method raises StoreError if the store can't be reached.
+
     Args:
-        url: an absolute path, or a URL that fsspec knows, such as s3://BUCKET/PREFIX; credentials come from where the
-            URL's library looks for them.
+        url: absolute path, or an fsspec URL such as s3://BUCKET/PREFIX; credentials come from the default locations of
+            the URL's library.
 
     Raises:
-        StoreError: nothing knows such URLs, or what does is not installed.
+        StoreError: the URL is not supported, or its library is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -47,7 +49,7 @@ class Store:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as error:
             hint = "give a path or a URL such as s3://BUCKET/PREFIX, and install the library that the message names"
-            raise StoreError(f"there is no store at {url}: {error}", hint, code="store-url") from error
+            raise StoreError(f"can't open a store at {url}: {error}", hint, code="store-url") from error
         self._marked: dict[str, set[str]] = {}
         self._is_local = "file" in ((p,) if isinstance(p := self._fs.protocol, str) else p)
 
@@ -58,13 +60,13 @@ class Store:
         return "/".join((self._root.rstrip("/"), *parts))
 
     @contextmanager
-    def _reported(self, what: str, hint: str = "it is tried again while the command runs; " + _HINT) -> Iterator[None]:
+    def _reported(self, what: str, hint: str = "retrying while the command runs; " + _HINT) -> Iterator[None]:
         """Turn any failure of the block into a StoreError."""
         try:
             yield
         except EmbodrlError:
             raise
-        except Exception as error:  # every kind of store raises errors of its own
+        except Exception as error:  # every kind of store raises its own errors
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 message = f"{self.url} is full: {error.strerror}"
                 raise StoreError(message, f"make room there; {hint}", code="store-full") from error
@@ -72,46 +74,30 @@ class Store:
             raise StoreError(f"{what} {self.url} failed: {problem}", hint, code="store-unreachable") from error
 
     def create(self) -> None:
-        """Begin a store unless it is there.
-
-        Raises:
-            StoreError: it can't be reached or written.
-        """
-        hint = "check store.url, and what its library reads addresses and credentials from; the same command continues"
+        """Create the store unless it exists."""
+        hint = "check store.url, and where its library reads addresses and credentials; the same command resumes"
         with self._reported("opening", hint):
             if not self._fs.exists(self._path(SIGN)):
                 self._fs.makedirs(self._root, exist_ok=True)
                 self._fs.pipe_file(self._path(SIGN), b"episodes, weights and results; see docs/store.md of embodrl\n")
 
     def check(self) -> None:
-        """Refuse a place where no store was begun.
-
-        Raises:
-            StoreError: it is none, or can't be reached.
-        """
+        """Check that a store exists here; else raises StoreError."""
         with self._reported("looking into"):
             exists = self._fs.exists(self._path(SIGN))
         if not exists:
-            hint = "check store.url; `embodrl store train` and `store collect` begin a store"
+            hint = "check store.url; `embodrl store train` and `store collect` create a store"
             raise StoreError(f"there is no store at {self.url}", hint, code="store-missing")
 
     def _must_exist(self) -> None:
-        """Refuse to take a store that is away, as the place where it is mounted, for an empty one.
-
-        Raises:
-            StoreError: it is away.
-        """
+        """Check that the store exists, so that an unmounted directory is not taken for an empty store."""
         with self._reported("looking into"):
             self._fs.invalidate_cache()
             if not self._fs.exists(self._path(SIGN)):
                 raise FileNotFoundError(f"{SIGN} is missing: it was removed, or is not mounted")
 
     def names(self, kind: str) -> list[str]:
-        """Return the directories ``kind/NAME``, in the order of their names; the newest may lack a whole mark still.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Return the directories ``kind/NAME``, sorted by name; the newest may still lack a complete mark."""
         self._must_exist()
         with self._reported("listing"):
             try:
@@ -119,30 +105,26 @@ class Store:
             except FileNotFoundError:
                 return []
             found = {f"{kind}/{PurePosixPath(path).name}" for path in paths}
-            # A mark is looked for until it is there: each look is a request to an object store.
+            # A mark is checked until it is found, then cached: each check is a request to an object store.
             marked = found & self._marked.get(kind, set())
             marked |= {name for name in found - marked if self._fs.exists(self._path(name, STABLE))}
             self._marked[kind] = marked
             return sorted(marked)
 
     def mark(self, name: str) -> Fields | None:
-        """Return what the writer of a directory says about it, with ``files``; None if there is no such directory.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Return the writer's facts about a directory, with ``files``; None if there is no such directory."""
         try:
             return self.note(name)
         except StoreError as error:
             if error.code != "store-unreadable":
                 raise
-            return None  # cut off while it is written: the directory is not complete yet
+            return None  # truncated, i.e. being written: the directory is not complete yet
 
     def note(self, name: str) -> Fields | None:
-        """Return what ``put_note`` has written last; None if there is nothing.
+        """Return the content of the last ``put_note``; None if there is none.
 
         Raises:
-            StoreError: it is cut off, as while it is written (``store-unreadable``), or the store can't be reached.
+            StoreError: the note is truncated, e.g. being written (``store-unreadable``).
         """
         path = self._path(name, STABLE)
         with self._reported("reading from"):
@@ -154,19 +136,19 @@ class Store:
         try:
             return parse_fields(content, f"{self.url}/{name}/{STABLE}", StoreError, _HINT)
         except StoreError as error:
-            text = f"what {self.url} says about {name} is cut off, or damaged"
+            text = f"what {self.url} says about {name} is truncated or damaged"
             raise StoreError(text, _HINT, code="store-unreadable") from error
 
     def put(self, directory: Path, name: str, facts: Mapping[str, object] | None = None) -> None:
-        """Copy a directory into the store; nothing happens if it is there already, so that a writer may try again.
+        """Copy a directory into the store; a no-op if it is there already, so that a writer may retry.
 
         Args:
-            directory: complete; a file ``STABLE`` and those whose names begin with a dot are left out.
-            name: of one writer.
-            facts: what ``mark`` returns of it; JSON.
+            directory: complete directory; a file ``STABLE`` and files whose names begin with a dot are left out.
+            name: destination, with a single writer.
+            facts: JSON that ``mark`` returns.
 
         Raises:
-            StoreError: it can't be written, and does not exist for readers; or the store has another one of that name.
+            StoreError: the directory can't be written, and does not exist for readers; or the name has other content.
         """
         paths = (p for p in directory.rglob("*") if p.is_file() and not p.name.startswith(".") and p.name != STABLE)
         named = {p.relative_to(directory).as_posix(): p for p in sorted(paths)}
@@ -174,7 +156,7 @@ class Store:
         if (found := self.mark(name)) is not None:
             if found.fields("files").content == files:
                 return
-            hint = "two processes write into the same store under one name: give each its own (store.collector)"
+            hint = "two processes write into the same store under one name: give each its own name (store.collector)"
             raise StoreError(f"{self.url} holds another {name}", hint, code="store-name-taken")
         with self._reported("writing to"):
             for key, path in named.items():
@@ -186,16 +168,12 @@ class Store:
         self.put_note(name, {**(facts or {}), "files": files})
 
     def put_note(self, name: str, content: Mapping[str, object]) -> None:
-        """Write the mark of a directory, which may have no files; an earlier one is replaced.
-
-        Raises:
-            StoreError: it can't be written.
-        """
+        """Write the mark of a directory, which may have no files; replaces an earlier one."""
         path = self._path(name, STABLE)
         self._must_exist()
         with self._reported("writing to"):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            # Object stores show an object complete or not at all; in a directory a rename does that.
+            # Object stores show an object complete or not at all; a local directory needs a rename for that.
             written = f"{path}.{secrets.token_hex(4)}" if self._is_local else path
             self._fs.pipe_file(written, json.dumps({"files": {}, **content}).encode())
             if self._is_local:
@@ -207,8 +185,8 @@ class Store:
         """Copy a directory of the store to this machine, where it appears complete; return its mark.
 
         Raises:
-            StoreError: it is not there, or is removed meanwhile; it is damaged, or the store can't be reached.
-            OutputError: it can't be written here.
+            StoreError: the directory is absent, removed meanwhile or damaged.
+            OutputError: the copy can't be written.
         """
         try:
             return self._get(name, directory)
@@ -237,11 +215,7 @@ class Store:
         return mark
 
     def remove(self, name: str) -> None:
-        """Remove a directory, its mark first; nothing happens if it is not there.
-
-        Raises:
-            StoreError: the store can't be reached.
-        """
+        """Remove a directory, its mark first; a no-op if it is absent."""
         with self._reported("removing from"):
             for path in (self._path(name, STABLE), self._path(name)):
                 with suppress(FileNotFoundError):
@@ -249,10 +223,9 @@ class Store:
 
 
 class Retry:
-    """Calls what needs the store, and reports an outage (``OUTAGES``) once instead of ending the process.
+    """Runs store operations; reports an outage (``OUTAGES``) once instead of raising it.
 
-    Args:
-        tell: gets the message when an outage begins, and when it ends.
+    ``tell`` gets the message when an outage begins and when it ends.
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
@@ -260,14 +233,14 @@ class Retry:
         self._problem = ""
 
     def __call__(self, action: Callable[..., Any], *arguments: object, default: Any = None) -> Any:
-        """Return what the action returns; ``default`` if the store can't be reached now, or is full."""
+        """Return the action's result; ``default`` if the store can't be reached now, or is full."""
         try:
             result = action(*arguments)
         except StoreError as error:
             if error.code not in OUTAGES:
                 raise
             if not self._problem:
-                self._tell(f"{error.message}; it is tried again")
+                self._tell(f"{error.message}; retrying")
             self._problem = error.message
             return default
         if self._problem:

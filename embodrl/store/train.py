@@ -1,6 +1,6 @@
 """`embodrl store train`: imitate the episodes that collectors write into a store, and publish the weights there.
 
-The collectors' own solved episodes are imitated (filtered behavior cloning; Oh et al., 2018, arXiv:1806.05635 for the
+Imitates the collectors' own successful episodes (filtered behavior cloning; Oh et al., 2018, arXiv:1806.05635 for the
 idea of learning from one's own good experience): no log-probs are needed, so any model family can learn from any
 collector, however old its weights were.
 """
@@ -43,7 +43,7 @@ from embodrl.trainer.lock import RunLock
 from embodrl.trainer.loop import Trainer
 from embodrl.trainer.parts import make_trainer
 from embodrl.trainer.schedule import Schedule
-from embodrl.trainer.session import RunSession, run_directory_of, run_tries
+from embodrl.trainer.session import RunSession, run_directory_of, run_with_restarts
 from embodrl.trainer.settings import STATE_KEY, changed_settings, last_settings, load_saved
 from embodrl.workers.policy import build_policy
 
@@ -57,14 +57,14 @@ _FREE = (
     r"env\.(train|episodes_per_reset)(\..*)?",
     r"sft\.(output_dir|max_steps|micro_batch_size|eval_interval|log_interval|save_interval)",
 )
-"""Patterns of those that may change: a longer training, and what is reported or kept of it."""
+"""Patterns of settings that may change: the length of the training, reporting, and retention."""
 
 
 def train(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
-    """Follow the store until ``sft.max_steps``; return the exit code. The same command continues after a stop or kill.
+    """Follow the store until ``sft.max_steps``; return the exit code. The same command resumes after a stop or kill.
 
     Raises:
-        EmbodrlError: the settings or what the store holds do not fit, or the disk is full.
+        EmbodrlError: the settings or the store's content do not fit, or the disk is full.
     """
     loaded = loaded.with_absolute_paths()
     directory = Path(loaded.config.sft.output_dir)
@@ -77,15 +77,10 @@ def train(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
 
 
 def refuse_others(config: Config, before: str, directory: Path) -> None:
-    """Refuse to continue a training with settings that it did not begin with.
-
-    Args:
-        config: of the command.
-        before: the settings in the checkpoint, as text.
-        directory: of the run.
+    """Refuse to resume a training with other settings than it began with; ``before`` are the checkpoint's, as text.
 
     Raises:
-        StoreError: names those that differ.
+        StoreError: names the settings that differ.
     """
     kept = settings_read(config, "store", _FREE, _LEARNED)
     found = {
@@ -96,7 +91,7 @@ def refuse_others(config: Config, before: str, directory: Path) -> None:
     if found:
         raise StoreError(
             f"the training in {directory} was begun with other settings: {describe(found)}",
-            f"continue with its own settings, change them knowingly with `embodrl resume {directory} KEY=VALUE`, or"
+            f"resume with the original settings, change them explicitly with `embodrl resume {directory} KEY=VALUE`, or"
             " choose another sft.output_dir",
             code="store-other-settings",
         )
@@ -110,7 +105,7 @@ def _follow(
     checkpoint: Checkpoint | None,
     problems: Sequence[object],
 ) -> int:
-    """Train in a directory that is locked, from its newest good checkpoint, if there is one."""
+    """Train in a locked directory, from its newest good checkpoint, if any."""
     config = loaded.config
     if config.actor.training_backend != "native" or loaded.deployment.trains_in_processes:
         message = "`embodrl store train` trains in its own process, with actor=native"
@@ -125,16 +120,13 @@ def _follow(
     def attempt(session: RunSession) -> int:
         return work(session, store, say)
 
-    return run_tries(loaded, directory, lock, attempt, checkpoint, last_settings(directory))
+    return run_with_restarts(loaded, directory, lock, attempt, checkpoint, last_settings(directory))
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
-    """Continue a run of `embodrl store train`; return the exit code.
+    """Resume a run of `embodrl store train`; return the exit code.
 
-    Args:
-        directory: of the run.
-        overrides: of the command line.
-        trust: its settings may run code though another user started the run.
+    With ``trust``, the run's settings may run code though another user started it.
     """
     with run_directory_of(directory) as lock:
         checkpoint, problems = CheckpointManager(directory, 1).latest_good()
@@ -143,7 +135,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
 
 
 def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
-    """Build everything in order, train, and export the policy."""
+    """Build the components, train, and export the policy."""
     config = session.config
     directory = session.directory
     settings = session.config.sft
@@ -166,7 +158,7 @@ def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
 def _bring_up(
     session: RunSession, store: Store, progress: Progress, closing: ExitStack
 ) -> tuple[Trainer, StoreLearner]:
-    """Return the trainer, where the try of the run begins, and its learner."""
+    """Return the trainer, the start of this attempt of the run, and the learner."""
     config = session.config
     directory = session.directory
     policy = build_policy(session.weights_from)
@@ -183,7 +175,7 @@ def _bring_up(
         make_hooks(session, policy, progress),
     )
     publish_interval = store_settings(config).publish_interval
-    # Without a checkpoint, a trainer that is killed could not follow its own weights.
+    # Without a checkpoint, a killed trainer could not resume from its own weights.
     schedule = Schedule(config.sft.max_steps, config.sft.eval_interval, publish_interval, saves_first=True)
     trainer = make_trainer(session, learner, schedule, ImitationView(progress), closing, METRICS_FILE)
     progress.start_at(trainer.iteration)
@@ -209,5 +201,5 @@ def _check(demos: Any, policy: VLAPolicy, config: Config) -> None:
         update={"sft": config.sft.model_copy(update={"data_dir": str(store_settings(config).url)})}
     )
     check_demos(demos, named)
-    assert np.isfinite(demos.actions).all(), "the reader has checked them"
+    assert np.isfinite(demos.actions).all(), "already checked by the reader"
     check_range(policy, demos, named.sft)

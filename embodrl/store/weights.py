@@ -1,6 +1,6 @@
-"""Versions of weights in a store: what a directory of ``DiskSender`` holds is copied there, and from there to readers.
+"""Weight versions in a store: uploaded from the directory of a ``DiskSender``, and downloaded by readers.
 
-A store is where directories can't be shared, such as an object store; see ``embodrl/store/store.py``.
+For setups without a shared directory, such as an object store; see ``embodrl/store/store.py``.
 """
 
 from __future__ import annotations
@@ -15,27 +15,19 @@ from embodrl.storage.json_file import write_json_file
 from embodrl.store.store import Store
 
 WEIGHTS = "weights"
-"""What versions are below, in a store."""
+"""Prefix of versions in a store."""
 
 
 def newest_version(store: Store) -> int | None:
-    """Return the newest version in a store; None if there is none.
-
-    Raises:
-        StoreError: the store can't be reached.
-    """
+    """Return the newest version in a store; None if there is none. Raises StoreError."""
     names = store.names(WEIGHTS)
     return int(names[-1].rpartition("/v")[2]) if names else None
 
 
 def upload_versions(store: Store, directory: Path) -> None:
-    """Make the versions in a store those of a sender's directory.
-
-    Raises:
-        StoreError: the store can't be reached; readers keep what they have.
-    """
+    """Sync a sender's versions to a store; raises StoreError, and readers keep the versions they have."""
     versions = versions_in(directory)
-    for version in reversed(versions):  # a version comes after the one that it builds on
+    for version in reversed(versions):  # a version must follow its base version
         path = version_path(directory, version)
         marked = dict(read_fields(path / STABLE).content)
         store.put(path, f"{WEIGHTS}/{path.name}", {"weights": marked})
@@ -46,11 +38,11 @@ def upload_versions(store: Store, directory: Path) -> None:
 
 
 def download_versions(store: Store, directory: Path) -> None:
-    """Make the versions in a directory those of a store.
+    """Sync a store's versions to a directory.
 
     Raises:
         StoreError: the store can't be reached, or a version is damaged.
-        OutputError: they can't be written here.
+        OutputError: a version can't be written.
     """
     names = store.names(WEIGHTS)
     for name in names:
@@ -61,7 +53,7 @@ def download_versions(store: Store, directory: Path) -> None:
             mark = store.get(name, path)
         except StoreError:
             if store.mark(name) is None:
-                continue  # the sender has removed it meanwhile
+                continue  # removed meanwhile by the sender
             raise
         write_json_file(path / STABLE, dict(mark.fields("weights").content))
     for version in versions_in(directory):

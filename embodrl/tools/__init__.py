@@ -1,1 +1,1 @@
-"""Verbs that look at runs, files and machines. Nothing else in embodrl imports them."""
+"""Verbs that inspect runs, files and machines. Nothing else in embodrl imports them."""

@@ -154,7 +154,7 @@ class Evaluations:
 
     def _video_dir(self, iteration: int, is_last: bool) -> Path | None:
         video = self.session.config.env.video
-        wanted = self.learner.films and video.enabled and (is_last or video.every_eval)
+        wanted = self.learner.records_videos and video.enabled and (is_last or video.every_eval)
         return self.session.directory / "videos" / f"iteration_{iteration:04d}" if wanted else None
 
     def _begin_async(self, iteration: int, is_last: bool) -> None:
@@ -166,7 +166,7 @@ class Evaluations:
         engine = self.learner.engine
         if config.evaluated is config:  # as an evaluation in turn leaves them
             self.learner.prepare_save()
-            self.learner.rest()
+            self.learner.release_after_save()
         video_dir = self._video_dir(iteration, is_last)
         where = None if video_dir is None else str(video_dir.resolve())
         best = self.best if config.runner.keep_best and iteration else None
@@ -192,4 +192,4 @@ class Evaluations:
             logger.info("best evaluation so far: exported to %s", directory)
         except OutputError as error:
             logger.error("%s", error)
-        self.learner.rest()
+        self.learner.release_after_save()

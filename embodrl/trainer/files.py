@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
@@ -35,6 +34,7 @@ from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, atomic_directory, output_e
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file
+from embodrl.version import __version__
 
 logger = logging.getLogger(__name__)
 

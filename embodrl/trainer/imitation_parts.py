@@ -57,7 +57,7 @@ def start_imitation(
     sent = (published + (config.runner.eval_async and is_evaluated)) * versions_num_bytes(policy)
     keeps_best = config.runner.keep_best and is_evaluated
     with names_output():
-        check_disk_space(session.directory, config, policy, engine.state_num_bytes(), keep_best=keeps_best, sent=sent)
+        check_disk_space(session.directory, config, policy, engine.shapes().num_bytes, keep_best=keeps_best, sent=sent)
     session.stop.arm()
     return engine
 

@@ -164,7 +164,7 @@ class Trainer:
             self.journal.view.phase("saving")
             self.learner.prepare_save()
             self._save()
-            self.learner.rest()
+            self.learner.release_after_save()
         if self.evaluations.regressed:
             raise self.evaluations.regressed
         if self.is_finished and not is_last:

@@ -11,17 +11,19 @@ from embodrl.config.schema import Config
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.learners.offline.backend import OfflineBackend
 from embodrl.learners.offline.iql import IqlCritics
-from embodrl.learners.offline.learner import OfflineLearner
+from embodrl.learners.offline.learner import OfflineUpdater
 from embodrl.learners.offline.load import load_offline
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_net import ObservationSpec
-from embodrl.trainer.parts import also_lost, make_policy, start_engine
+from embodrl.trainer.parts import OnStep, also_lost, make_policy, start_engine
 from embodrl.trainer.session import RunSession
 from embodrl.workers.reward import RewardWorker
 
 
-def build(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
+def build(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep = None
+) -> Parts:
     """As ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
     config = session.config
     deployment = session.deployment
@@ -33,8 +35,9 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, also_lost(engine, stopped))
     closing.callback(rollouts.close)
     critics = None if seen is None else make_critics(config, policy, seen)
-    learner = OfflineLearner(config, policy, engine, data, critics)
-    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data, learner)
+    updater = OfflineUpdater(config, policy, engine, data, critics, on_step)
+    rewards = RewardWorker(config, config.env.tasks)
+    return Parts(policy, engine, rollouts, rewards, from_records=updater, recorded=data)
 
 
 def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:

@@ -6,26 +6,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 
 from embodrl.config.schema import Config
-from embodrl.data.batch import Batch
 from embodrl.data.imitation import DemoDraws, load_checked_demos, observed
+from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
-from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.learners.base import Learner
-from embodrl.learners.dagger import DaggerLearner
-from embodrl.learners.records import RecordLearner, SmallActorLearner
+from embodrl.learners.dagger import DaggerUpdater
+from embodrl.learners.off_policy import OffPolicyUpdater
+from embodrl.learners.on_policy import UPDATE, Demonstrations, OnPolicyUpdate
+from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
@@ -34,9 +33,8 @@ from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.scheduler.group import WorkerGroup
-from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.specs import LOSSES
+from embodrl.specs import LAUNCHERS, LOSSES
 from embodrl.trainer.async_evaluation import AsyncEvaluator, finished_since
 from embodrl.trainer.evaluations import Evaluations
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, check_disk_space, sent_num_bytes
@@ -46,7 +44,6 @@ from embodrl.trainer.saving import Saver, open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
 from embodrl.workers.actor import make_train_engine
-from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_features, check_memory, resolve_device
@@ -57,14 +54,25 @@ from embodrl.workers.remote_backend import (
     rollout_channels,
     sends_weights,
 )
-from embodrl.workers.reward import RewardWorker, needs_frames
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import LocalBackend, make_collector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
 
-PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack], Parts]
+OnStep = Callable[[int, int], None] | None
+"""Called with how many optimizer steps of an update are done, and how many there are."""
+PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack, OnStep], Parts]
 """Called with the arguments of ``build``."""
+
+
+class _Learning(TypedDict, total=False):
+    """Those of ``Parts`` that update the weights."""
+
+    on_policy: OnPolicyUpdate
+    imitated: Demonstrations
+    from_records: ReplayUpdater
+    replay: ReplayStores
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
@@ -85,7 +93,9 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     return launcher.for_run(places, simulators, config.cluster, limits)
 
 
-def build(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
+def build(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep = None
+) -> Parts:
     """Make and start the parts of a run that trains.
 
     Args:
@@ -93,6 +103,7 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
         device: of the driver's policy.
         stopped: called regularly during rollouts; True interrupts them.
         closing: closes what was started, in reverse order.
+        on_step: called with how many optimizer steps of an update are done, and how many there are.
 
     Raises:
         EnvError: a simulator could not be started.
@@ -102,32 +113,15 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     """
     closing.enter_context(MemoryWatch())
     config = session.config
-    own = LOSSES.entry(config.algorithm.loss_type).parts
-    make = _build_parts if own is None else cast("PartsBuilder", import_object(own))
-    parts = make(session, device, stopped, closing)
+    make: PartsBuilder = acts_in_processes if session.deployment.rolls_out_in_processes else acts_in_driver
+    if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
+        make = cast("PartsBuilder", import_object(own))
+    parts = make(session, device, stopped, closing, on_step)
     session.engine = parts.engine
     session.stop.arm()
-    num_bytes = parts.engine.state_num_bytes()
+    num_bytes = parts.engine.shapes().num_bytes
     sent = sent_num_bytes(config, session.deployment, parts.policy)
     check_disk_space(session.directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
-    return parts
-
-
-def _build_parts(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
-    """As ``build``, where the policy learns from its rollouts."""
-    config = session.config
-    launcher = make_launcher(config, session.deployment)
-    if launcher is not None:
-        closing.callback(launcher.close)
-    if session.deployment.rolls_out_in_processes:
-        assert launcher is not None
-        parts = _build_remote(session, device, stopped, closing, launcher)
-    else:
-        parts = _build_local(session, device, stopped, closing, launcher)
-    if isinstance(parts.rollouts.collector, AsyncCollector):
-        parts.rollouts.collector.rewards = parts.rewards
-    closing.callback(parts.rewards.close)
-    closing.callback(parts.rollouts.close)
     return parts
 
 
@@ -142,24 +136,20 @@ def make_policy(session: RunSession, device: torch.device) -> VLAPolicy:
     return policy
 
 
-def _build_local(
-    session: RunSession,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-    launcher: Launcher | None,
+def acts_in_driver(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
 ) -> Parts:
-    """As ``build``, where the driver acts: it has the simulators."""
+    """As ``build``, where the driver acts and has the simulators."""
     config = session.config
     deployment = session.deployment
     log_dir = session.directory / "logs"
+    launcher = _start_launcher(session, closing)
     pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
     closing.callback(pool.close)
     pool.start_async()  # while the policy is built
     policy = make_policy(session, device)
-    # The driver's policy may be offloaded between rollouts where other processes train.
-    apart = config.rollout.enable_offload and deployment.trains_in_processes
-    memory = policy_memory(policy) if apart else None
+    driver_copy_may_leave = config.rollout.enable_offload and deployment.trains_in_processes
+    memory = policy_memory(policy) if driver_copy_may_leave else None
     engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, memory=memory)
     closing.callback(engine.close)
     pool.wait_started()
@@ -168,26 +158,26 @@ def _build_local(
     published = session.directory.resolve() / PUBLISHED_DIR
     acting = make_rollout_engine(config, policy, threads, memory=memory, weights_dir=published)
     rewards = RewardWorker(config, tuple(pool.spec.tasks))
+    closing.callback(rewards.close)
     rewards.check(pool.spec)
     should_stop = also_lost(engine, stopped)
-    collector = make_collector(config, pool, acting, should_stop, needs_frames(config), rewards.judge)
+    collector = make_collector(config, pool, acting, should_stop, rewards)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
     evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
-    return _with_records(config, Parts(policy, engine, rollouts, rewards), pool)
+    closing.callback(rollouts.close)
+    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
 
 
-def _build_remote(
-    session: RunSession,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-    launcher: Launcher,
+def acts_in_processes(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
 ) -> Parts:
     """As ``build``, where other processes act, each with its simulators."""
     config = session.config
     deployment = session.deployment
     log_dir = session.directory / "logs"
+    launcher = _start_launcher(session, closing)
+    assert launcher is not None
     channels = rollout_channels(launcher, len(deployment.of("rollout")))
     policy = make_policy(session, device)
     pipes = channels_of(channels, "weights")
@@ -202,7 +192,7 @@ def _build_remote(
         sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
         where = "driver"
         sent_from = policy.device
-    group = launch_rollouts(session.weights_from, deployment, launcher, channels, needs_frames(config), log_dir)
+    group = launch_rollouts(session.weights_from, deployment, launcher, channels, log_dir)
     closing.callback(group.close)
     kind = choose_weight_sync(deployment, config.rollout.weight_sync)
     weights = WeightChannel(
@@ -215,16 +205,22 @@ def _build_remote(
     closing.callback(weights.close)
     logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
     rollouts = RemoteBackend(config, group, channels, weights, policy, engine, also_lost(engine, stopped))
-    rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
-    return _with_records(config, Parts(policy, engine, rollouts, rewards), None)
+    closing.callback(rollouts.rewards.close)
+    closing.callback(rollouts.close)
+    return Parts(policy, engine, rollouts, rollouts.rewards, **_learning(config, policy, engine, None, on_step))
+
+
+def _start_launcher(session: RunSession, closing: ExitStack) -> Launcher | None:
+    launcher = make_launcher(session.config, session.deployment)
+    if launcher is not None:
+        closing.callback(launcher.close)
+    return launcher
 
 
 def start_engine(session: RunSession, config: Config, policy: VLAPolicy, closing: ExitStack) -> TrainEngine:
     """Return the engine of a run whose rollouts need no processes of their own; see ``make_train_engine``."""
     deployment = session.deployment
-    launcher = make_launcher(config, deployment) if deployment.trains_in_processes else None
-    if launcher is not None:
-        closing.callback(launcher.close)
+    launcher = _start_launcher(session, closing) if deployment.trains_in_processes else None
     engine = make_train_engine(config, deployment, policy, session.directory / "logs", launcher)
     closing.callback(engine.close)
     return engine
@@ -238,7 +234,6 @@ def make_trainer(
     closing: ExitStack,
     file_name: str = METRICS_FILE,
     built_from: Config | None = None,
-    has_reference: bool = False,
 ) -> Trainer:
     """Return the trainer of a try, where that begins: with its rows, checkpoints and evaluations.
 
@@ -250,7 +245,6 @@ def make_trainer(
         closing: the parts to close, in reverse order.
         file_name: the file of rows in the run's directory.
         built_from: the configuration that the policy was built from; None for that of the run.
-        has_reference: the engine's state has the weights of a reference policy.
 
     Raises:
         CheckpointError: the checkpoint was made with other settings.
@@ -261,12 +255,13 @@ def make_trainer(
     metrics = open_metrics(session, closing, file_name)
     journal = Journal(metrics, view, session.config.model.warm_start is not None)
     view.restore(journal.rows)
-    beside = None
+    async_evaluator = None
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):
-        beside = AsyncEvaluator(built_from or session.config, session.deployment, session.directory, learner.policy)
-        closing.callback(beside.close)
-    saver = Saver(session, learner, has_reference)
-    evaluations = Evaluations(session, learner, journal, saver.manager, beside)
+        built_from = built_from or session.config
+        async_evaluator = AsyncEvaluator(built_from, session.deployment, session.directory, learner.policy)
+        closing.callback(async_evaluator.close)
+    saver = Saver(session, learner)
+    evaluations = Evaluations(session, learner, journal, saver.manager, async_evaluator)
     trainer = Trainer(session, learner, schedule, journal, evaluations, saver)
     if checkpoint is not None:
         view.message(f"resuming from {checkpoint.path}")
@@ -284,32 +279,30 @@ def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], 
     return should_stop
 
 
-def _with_records(config: Config, parts: Parts, pool: EnvPool | None) -> Parts:
-    """Return the parts of a run with what it learns from besides its rollouts, if there is something."""
+def _learning(
+    config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None, on_step: OnStep
+) -> _Learning:
+    """Return what updates the weights, and what it learns from async_evaluators rollouts."""
     loss = LOSSES.entry(config.algorithm.loss_type)
     if not loss.off_policy:
+        update: OnPolicyUpdate = engine.attach(UPDATE, config, on_step)
         if not config.algorithm.bc_coef:
-            return parts
-        assert isinstance(parts.engine, PolicyTrainEngine), "the configuration was checked"
-        return replace(parts, stores=demonstrate(config, parts.policy, parts.engine))
+            return {"on_policy": update}
+        return {"on_policy": update, "imitated": load_demonstrations(config, policy)}
     assert pool is not None, "the configuration was checked"
-    stores = make_stores(config, parts.policy, pool)
+    stores = make_stores(config, policy, pool)
     if loss.imitates:
-        learner: RecordLearner = DaggerLearner(config, parts.policy, parts.engine, stores.online)
-    else:
-        assert isinstance(parts.engine, OffPolicyEngine), "the configuration was checked"
-        learner = SmallActorLearner(parts.engine, stores, config.algorithm)
-    return replace(parts, stores=stores, record_learner=learner)
+        return {"replay": stores, "from_records": DaggerUpdater(config, policy, engine, stores.online, on_step)}
+    return {"replay": stores, "from_records": OffPolicyUpdater(config, engine, stores, on_step)}
 
 
-def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) -> DemoDraws:
-    """Let an engine imitate demonstrations beside its loss (``algorithm.bc_coef``); return what draws them.
+def load_demonstrations(config: Config, policy: VLAPolicy) -> Demonstrations:
+    """Return the demonstrations that are imitated in addition to the loss of rollouts (``algorithm.bc_coef``).
 
     Args:
         config: the run; ``algorithm.off_policy.demos`` are the demonstrations, ``actor.global_batch_size`` frames of
             which go into a step.
-        policy: whose inputs they become.
-        engine: trains.
+        policy: whose chunks they are.
 
     Raises:
         EmbodrlError: the demonstrations are not of this environment or robot, or damaged.
@@ -318,18 +311,10 @@ def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) ->
     assert source is not None, "the configuration was checked"
     imitated = config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": source})})
     demos = load_checked_demos(imitated)
-    size = config.actor.global_batch_size
-    seed = config.runner.seed
-    draws = DemoDraws(observed(demos, config), size, policy.action_horizon, seed)
-
-    def draw() -> Batch:
-        observation, actions, inside = draws.next()
-        inputs = policy.sft_inputs(observation, actions) | {"action_mask": inside}
-        return Batch({name: tensor.cpu() for name, tensor in inputs.items()})
-
-    engine.draw_demos = draw
     logger.info("%d demonstrations, %d frames, are imitated, too", len(demos.tasks), len(demos.actions))
-    return draws
+    size = config.actor.global_batch_size
+    frames = DemoDraws(observed(demos, config), size, policy.action_horizon, config.runner.seed)
+    return Demonstrations(config, policy, frames)
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-import embodrl
 from embodrl.config.explain import flow
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.training.precision import resolve_precision
@@ -23,6 +22,7 @@ from embodrl.processor import processor
 from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
 from embodrl.storage.json_file import write_json_file
 from embodrl.trainer.settings import changed_settings
+from embodrl.version import __version__
 from embodrl.workers.policy import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ def describe_process() -> dict[str, Any]:
         "command": shlex.join(["embodrl", *sys.argv[1:]]) if _is_cli() else shlex.join(sys.argv),
         "directory": str(Path.cwd()),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "embodrl": embodrl.__version__,
-        **git_state(Path(embodrl.__file__).resolve().parents[1]),
+        "embodrl": __version__,
+        **git_state(Path(__file__).resolve().parents[2]),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -30,20 +30,18 @@ class Saver:
     Args:
         session: the try of the run.
         learner: what it trains with.
-        has_reference: the engine's state has the weights of a reference policy.
 
     Attributes:
         settings: text of the settings, which every checkpoint has.
         newest: path of the checkpoint that was written or read last.
     """
 
-    def __init__(self, session: RunSession, learner: Learner, has_reference: bool) -> None:
+    def __init__(self, session: RunSession, learner: Learner) -> None:
         self.settings = ""
         self.newest: Path | None = None
         self.manager = CheckpointManager(session.directory, session.config.runner.keep_last_n)
         self._session = session
         self._learner = learner
-        self._has_reference = has_reference
 
     def save(self, iteration: int, content: dict[str, object], metrics: bytearray) -> bool:
         """Write a checkpoint; return whether it was written: a disk that is full costs a logged error, not the run.
@@ -91,8 +89,8 @@ class Saver:
         if state.flag("sharded", False):
             engine.load_shards(checkpoint.path, counters)
         else:
-            names = (*engine.sections, *(("reference",) if self._has_reference else ()))
-            engine.load_state_dict(EngineState({name: checkpoint.tensors(name) for name in names}, counters))
+            tensors = {name: checkpoint.tensors(name) for name in engine.shapes().sections}
+            engine.load_state_dict(EngineState(tensors, counters))
         try:
             self._learner.load_state(checkpoint)
         except (LookupError, TypeError, ValueError, AttributeError) as error:  # what is in it is of other kinds

@@ -155,7 +155,7 @@ def _remove_empty_start(directory: Path) -> None:
         directory.rmdir()
 
 
-def run_tries(
+def run_with_restarts(
     loaded: LoadedConfig,
     directory: Path,
     lock: RunLock,
@@ -178,31 +178,22 @@ def run_tries(
     """
     budget = RestartBudget(loaded.config.actor.max_restarts, loaded.config.cluster.restart_window_s)
     is_restarted = False
+    session: RunSession | None = None
     while True:
         try:
-            return _try(loaded, directory, lock, work, checkpoint, old_settings)
+            with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
+                session = RunSession(loaded, directory, lock, stop, checkpoint, old_settings)
+                with session.explained():
+                    return work(session)
         except TrainersLostError as lost:
             checkpoint = _next_start(lost.error, directory, lock, budget, is_restarted)
             where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
             message = lost.error.message
+        session = None
         gc.collect()  # what the frames of the error have held, e.g. a policy
         logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
         is_restarted = True
         old_settings = last_settings(directory)
-
-
-def _try(
-    loaded: LoadedConfig,
-    directory: Path,
-    lock: RunLock,
-    work: Callable[[RunSession], T],
-    checkpoint: Checkpoint | None,
-    old_settings: str | None,
-) -> T:
-    with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
-        session = RunSession(loaded, directory, lock, stop, checkpoint, old_settings)
-        with session.explained():
-            return work(session)
 
 
 def _next_start(

@@ -7,33 +7,31 @@ import logging
 import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from embodrl.algorithms.advantages import Advantages
-from embodrl.config.schema import Config, algorithm_of
-from embodrl.data.batch import Batch
+from embodrl.config.schema import Config
 from embodrl.data.rng import generator_state, restore_generator
-from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.worker import dispatch
-from embodrl.specs import ENGINES, LOSSES, SMALL_ACTORS
+from embodrl.specs import ENGINES
 from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.weights import SendingWorker
 
@@ -68,7 +66,7 @@ def make_train_engine(
     """
     if deployment.trains_in_processes:
         group = launch_trainers(config, deployment, log_dir, launcher, pipes)
-        return RemoteTrainEngine(config, policy, group, pipes is not None, memory)
+        return RemoteTrainEngine(policy, group, memory)
     return make_native_engine(config, deployment, policy)
 
 
@@ -93,14 +91,6 @@ def launch_trainers(
 def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy) -> NativeTrainEngine:
     """Return the engine that trains in this process."""
     cores = deployment.threads_of(deployment.of("actor")[0])
-    loss = LOSSES.entry(config.algorithm.loss_type)
-    if loss.off_policy and not loss.imitates:
-        settings = config.algorithm.off_policy
-        seed = config.runner.seed
-        actor = config.model.small_actor.kind
-        own = None if actor is None else SMALL_ACTORS.entry(actor).engine
-        engine = OffPolicyEngine if own is None else cast("type[OffPolicyEngine]", import_object(own))
-        return engine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
 
 
@@ -131,6 +121,7 @@ class ActorWorker(SendingWorker):
     """
 
     def __init__(self, config: Config, deployment: Deployment) -> None:
+        self._updates: list[Any] = []
         cores = deployment.threads_of(deployment.of("actor")[self.rank])
         device = configure_torch(config, threads=cores)
         policy = build_policy(config)
@@ -166,28 +157,30 @@ class ActorWorker(SendingWorker):
         return self._engine.take_peak_memory()
 
     @dispatch("one_to_all")
-    def update(
-        self, batch: TrajectoryBatch, advantages: dict[str, Tensor], algorithm: str, generator: str
-    ) -> tuple[dict[str, float], str, Counters]:
-        """Train on a rollout; return the metrics, the state of the generator, and the counters."""
-        shuffle = torch.Generator()
-        restore_generator(shuffle, generator)
-        settings = algorithm_of(algorithm)
-        metrics = self.engine.update(batch, Advantages(**advantages), settings, shuffle)
-        return metrics, generator_state(shuffle), self.engine.counters()
+    def attach(self, update: str, config: Config) -> int:
+        """Make an update that drives the engine; return its number."""
+        self._updates.append(self.engine.attach(update, config))
+        return len(self._updates) - 1
 
     @dispatch("one_to_all")
-    def imitate(
-        self, batch: Batch, learning_rate: float, label_smoothing_bins: float
-    ) -> tuple[dict[str, float], Counters]:
-        """Take a step of supervised fine-tuning; return the metrics and the counters."""
-        return self.engine.imitate(batch, learning_rate, label_smoothing_bins), self.engine.counters()
+    def call_update(
+        self, number: int, method: str, args: list[Any], generators: dict[int, str]
+    ) -> tuple[Any, dict[int, str], Counters]:
+        """Call a method of an update; return its answer (from rank 0 alone), the generators' states, and the counters.
 
-    @dispatch("one_to_all")
-    def imitation_step(
-        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None
-    ) -> dict[str, float]:
-        return self.engine.imitation_step(batch, learning_rate, label_smoothing_bins, num_actions)
+        Args:
+            number: of the update.
+            method: its name.
+            args: of the method.
+            generators: place among the arguments -> state of a generator.
+        """
+        for place, state in generators.items():
+            args[place] = torch.Generator()
+            restore_generator(args[place], state)
+        self._engine.onload()
+        answer = getattr(self._updates[number], method)(*args)
+        states = {place: generator_state(args[place]) for place in generators}
+        return answer if self.rank == 0 else None, states, self._engine.counters()
 
     @dispatch("one_to_all")
     def complete_update(self) -> Counters:
@@ -196,17 +189,9 @@ class ActorWorker(SendingWorker):
         return self.engine.counters()
 
     @dispatch("one_to_all")
-    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
-        """From rank 0 alone."""
-        found = self.engine.reference_logprobs(batch, algorithm_of(algorithm))
-        return found if self.rank == 0 else None
-
-    @dispatch("one_to_all")
-    def proximal(
-        self, batch: TrajectoryBatch, algorithm: str, every_chunk: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """From rank 0 alone."""
-        found = self.engine.proximal(batch, algorithm_of(algorithm), every_chunk)
+    def shapes(self) -> StateShapes | None:
+        """Return what a saved state must have, from rank 0 alone."""
+        found = self.engine.state.shapes()
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")

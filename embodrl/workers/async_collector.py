@@ -30,7 +30,8 @@ from embodrl.processes.liveness import stop_requested
 from embodrl.specs import WORKFLOW_RUNNERS, WorkflowRunnerSpec
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
-from embodrl.workers.reward import Episode, RewardWorker
+from embodrl.workers.recorders import NOT_JUDGED, Judging
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.staleness import StalenessGate
 
 logger = logging.getLogger(__name__)
@@ -67,11 +68,7 @@ def workflow_runner() -> WorkflowRunnerSpec:
 
 
 def make_runners(
-    config: Config,
-    pool: EnvPool,
-    engine: RolloutEngine,
-    keep_frames: bool,
-    judge: Callable[[Episode], int] | None = None,
+    config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging = NOT_JUDGED
 ) -> list[EpisodeRunner]:
     """Return a player a pipeline stage.
 
@@ -79,14 +76,13 @@ def make_runners(
         config: the run.
         pool: started.
         engine: engine with weights of its own.
-        keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        judge: judge of ``LockstepRunner``.
+        judging: what the rewards ask for.
     """
     if config.rollout.workflow is None:
-        return [*make_lockstep_runners(config, pool, engine, keep_frames, judge)]
+        return [*make_lockstep_runners(config, pool, engine, judging)]
     parts = pool.split(config.rollout.pipeline_stages)
     make = cast("Callable[..., EpisodeRunner]", WORKFLOW_RUNNERS.get(workflow_runner().name))
-    return [make(config, part, engine, keep_frames) for part in parts]
+    return [make(config, part, engine, judging.keep_frames) for part in parts]
 
 
 class AsyncCollector:
@@ -97,33 +93,28 @@ class AsyncCollector:
 
     Args:
         config: the run.
-        num_envs: B, over all players; each has as many.
-        num_tasks: tasks that take turns.
-        players: players in the order of their environments.
-        target: object that gets the weights that the players act with.
+        schedule: episodes of all environments, of which each runner has as many.
+        runners: runners in the order of their environments.
+        target: object that gets the weights that the runners act with.
         should_stop: function asked while waiting; if it answers True, ``gather`` raises InterruptedError.
-
-    Attributes:
-        rewards: what judges the episodes of the shards, so that checkpoints keep the rewards that are known.
+        rewards: judge the episodes of the shards; checkpoints keep the rewards that are known.
     """
-
-    rewards: RewardWorker | None = None
 
     def __init__(
         self,
         config: Config,
-        num_envs: int,
-        num_tasks: int,
+        schedule: EpisodeSchedule,
         runners: Sequence[EpisodeRunner],
         target: WeightTarget,
         should_stop: Callable[[], bool],
+        rewards: RewardWorker | None = None,
     ) -> None:
         self.config = config
-        self.num_envs = num_envs
         self.runners = runners
         self.target = target
         self.should_stop = should_stop
-        self.schedule = EpisodeSchedule(config, num_envs, num_tasks)
+        self.schedule = schedule
+        self.rewards = rewards
         count = len(self.runners)
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
         self._next_shard = 0
@@ -214,7 +205,7 @@ class AsyncCollector:
             self.gate.take_back()
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Shards under way are run to their end, and none begins.
 
         Raises:
@@ -309,7 +300,7 @@ class AsyncCollector:
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.runners))
         seeds, task_ids = self.schedule.draw(iteration, epoch)
-        size = self.num_envs // len(self.runners)
+        size = self.schedule.num_envs // len(self.runners)
         rows = slice(part * size, (part + 1) * size)
         # Numbers within the shard only: ``_join`` numbers the groups of a whole batch.
         groups = self.schedule.group_ids(0)[rows]

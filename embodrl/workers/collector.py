@@ -25,7 +25,7 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.workers.lockstep import LockstepRunner, ShardMeta, combine_extras
 from embodrl.workers.outcomes import EpisodeStats
 from embodrl.workers.play import Seconds, take_turns
-from embodrl.workers.reward import Episode
+from embodrl.workers.recorders import NOT_JUDGED, Judging
 
 Metrics = dict[str, float | None]
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Collector(Protocol):
         """Wait for what an interruption left in progress, so that ``undo`` and ``state`` can ask for other things."""
         ...
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Return a context in which the environments are left to somebody else."""
         ...
 
@@ -177,14 +177,9 @@ class SyncCollector:
         pool: started.
         engine: the policy.
         should_stop: function asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
-        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        judging: what the rewards ask for.
         share: part of the run's environments that the pool has.
-
-    Attributes:
-        judge: judge of ``LockstepRunner``; None leaves all episodes to the end of the rollout.
     """
-
-    judge: Callable[[Episode], int] | None = None
 
     def __init__(
         self,
@@ -192,7 +187,7 @@ class SyncCollector:
         pool: EnvPool,
         engine: RolloutEngine,
         should_stop: Callable[[], bool],
-        keep_frames: bool = False,
+        judging: Judging = NOT_JUDGED,
         share: Share = WHOLE,
     ) -> None:
         self.config = config
@@ -200,18 +195,18 @@ class SyncCollector:
         self.engine = engine
         self.should_stop = should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs * share.count, len(pool.spec.tasks), share)
-        self.keep_frames = keep_frames
+        self.judging = judging
         self.seconds = Seconds()
         self.stats = EpisodeStats()
         self._prefix_steps = 0
         # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.
         self._before: list[str] | None = None
 
-    # Made with the first rollout, since ``judge`` is set after the constructor.
+    # Made with the first rollout: a collector that is closed before has nothing to release.
     @cached_property
     def stages(self) -> list[LockstepRunner]:
         """The groups of environments that take turns."""
-        return make_lockstep_runners(self.config, self.pool, self.engine, self.keep_frames, self.judge)
+        return make_lockstep_runners(self.config, self.pool, self.engine, self.judging)
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         self.seconds = Seconds()
@@ -240,7 +235,7 @@ class SyncCollector:
             self._before = None
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Between two rollouts the environments have nothing to do."""
         yield
 
@@ -427,16 +422,10 @@ class EpisodeSchedule:
 
 
 def make_lockstep_runners(
-    config: Config,
-    pool: EnvPool,
-    engine: RolloutEngine,
-    keep_frames: bool,
-    judge: Callable[[Episode], int] | None = None,
+    config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging = NOT_JUDGED
 ) -> list[LockstepRunner]:
     """Return ``rollout.pipeline_stages`` stages of equal size."""
     pools = pool.split(config.rollout.pipeline_stages)
     size = pool.spec.num_envs // len(pools)
     rows = [slice(i * size, (i + 1) * size) for i in range(len(pools))]
-    return [
-        LockstepRunner(config, part, engine, mine, keep_frames, judge) for part, mine in zip(pools, rows, strict=True)
-    ]
+    return [LockstepRunner(config, part, engine, mine, judging) for part, mine in zip(pools, rows, strict=True)]

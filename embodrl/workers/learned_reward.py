@@ -8,7 +8,6 @@ from __future__ import annotations
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +17,7 @@ from embodrl.data.demos import Demos
 from embodrl.envs.base import EnvSpec
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.observation_model import ObservationModel
-
-if TYPE_CHECKING:
-    from embodrl.workers.reward import Episode
+from embodrl.workers.episode import Episode
 
 
 class LearnedReward:

@@ -23,7 +23,7 @@ from embodrl.specs import LOSSES
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.outcomes import EpisodeStats, OutcomeRecorder
 from embodrl.workers.play import Play, PlayedChunk, Recorder, Seconds, take_turns
-from embodrl.workers.recorders import Judge, make_recorders
+from embodrl.workers.recorders import NOT_JUDGED, Judging, make_recorders
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ class LockstepRunner:
         pool: its managers, started.
         engine: the policy.
         rows: its environments within the whole batch.
-        keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        judge: gets every episode when it has ended, and the rollout's end those that continue; returns a ``call_id``.
+        judging: what the rewards ask for.
 
     Attributes:
         play: play of the present rollout.
@@ -112,8 +111,7 @@ class LockstepRunner:
         pool: EnvPool,
         engine: RolloutEngine,
         rows: slice,
-        keep_frames: bool,
-        judge: Judge | None = None,
+        judging: Judging = NOT_JUDGED,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -122,7 +120,7 @@ class LockstepRunner:
         self.generators: list[torch.Generator] | None = None
         self._needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self._outcomes = OutcomeRecorder(pool)
-        recorders = [self._outcomes, *make_recorders(config, pool, engine, keep_frames, judge)]
+        recorders = [self._outcomes, *make_recorders(config, pool, engine, judging)]
         self.play = Play(pool, self._choose, recorders, self._schedule)
 
     @property

@@ -23,8 +23,8 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.specs import LOSSES
 from embodrl.types import CHOSEN, Observation, PolicyOutput
 from embodrl.workers.corrector import Corrector, ExpertCorrector, PersonCorrector
+from embodrl.workers.episode import Episode
 from embodrl.workers.play import PlayedChunk, Recorder
-from embodrl.workers.reward import Episode
 
 NO_VERSION = -1
 """Version of values that are zeros, or that may be of several versions of the weights."""
@@ -33,17 +33,30 @@ Judge = Callable[[Episode], int]
 """Gets an episode, as far as it got, and returns a ``call_id``."""
 
 
-def make_recorders(
-    config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool, judge: Judge | None
-) -> list[Recorder]:
+@dataclass(frozen=True)
+class Judging:
+    """What the rewards of a run ask of its rollouts.
+
+    Attributes:
+        keep_frames: keep the images of the first camera.
+        judge: called with every episode when it ends; None leaves all episodes to the end of the rollout.
+    """
+
+    keep_frames: bool = False
+    judge: Judge | None = None
+
+
+NOT_JUDGED = Judging()
+
+
+def make_recorders(config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging) -> list[Recorder]:
     """Return the recorders that the algorithm and the rewards of a run ask for.
 
     Args:
         config: the run.
         pool: the environments, started.
         engine: the policy.
-        keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        judge: function that gets every episode; None leaves them all to the end of the rollout.
+        judging: what the rewards ask for.
     """
     loss = LOSSES.entry(config.algorithm.loss_type)
     auto_reset = config.env.train.auto_reset
@@ -61,10 +74,10 @@ def make_recorders(
     if asks_expert:
         corrector = make_corrector(config, pool)
         recorders.append(SourceRecorder(corrector) if off_policy else LabelRecorder(corrector))
-    if keep_frames:
+    if judging.keep_frames:
         recorders.append(FrameRecorder(auto_reset))
-    if judge is not None:
-        recorders.append(JudgeRecorder(judge, transitions, pool, auto_reset))
+    if judging.judge is not None:
+        recorders.append(JudgeRecorder(judging.judge, transitions, pool, auto_reset))
     return recorders
 
 

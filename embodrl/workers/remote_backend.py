@@ -32,7 +32,7 @@ from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.workers.async_collector import AsyncCollector
-from embodrl.workers.collector import LOST, Collector, Metrics, RolloutState, Snapshot, rollout_metrics
+from embodrl.workers.collector import LOST, Collector, EpisodeSchedule, Metrics, RolloutState, Snapshot, rollout_metrics
 from embodrl.workers.evaluator import EpisodeResults, EvalResult, Played, evaluation_result, join_results
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.reward import RewardWorker
@@ -79,7 +79,6 @@ def launch_rollouts(
     deployment: Deployment,
     launcher: Launcher,
     channels: Mapping[str, Channel],
-    keep_frames: bool,
     log_dir: Path,
 ) -> WorkerGroup:
     """Start the rollout processes of a deployment, with their simulators.
@@ -94,7 +93,6 @@ def launch_rollouts(
         independent=True,
         config=config,
         deployment=deployment,
-        keep_frames=keep_frames,
         log_dir=str(log_dir.resolve()),
     )
     return group.launch(deployment.of("rollout"), launcher, channels, log_dir, _START_TIMEOUT_S)
@@ -116,10 +114,8 @@ class RemoteBackend(RolloutBackend):
         should_stop: function called regularly; True interrupts what is in progress.
 
     Attributes:
-        rewards: worker that takes in the rewards that the processes have called for; set before the first rollout.
+        rewards: replace the rewards of batches; adopt those that the processes have called for.
     """
-
-    rewards: RewardWorker | None = None
 
     def __init__(
         self,
@@ -145,8 +141,7 @@ class RemoteBackend(RolloutBackend):
         self._carried: list[Snapshot | None] = [None for _ in range(self.size)]
         self._new: set[int] = set()  # restarted, and without the state of their predecessors
         self._lost: set[int] = set()  # died as the run was to end
-        self._patience_s = _PATIENCE * config.runner.stop_timeout_s
-        self._hurried_at: float | None = None
+        self._stop_requested_at: float | None = None
         self._calls = itertools.count()
         self._incarnations = [0 for _ in range(self.size)]
         self._pings: dict[int, Handle] = {}
@@ -158,6 +153,7 @@ class RemoteBackend(RolloutBackend):
         self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = self._state_dict
         about = self.group.call_on(0, "about").result()
         self.tasks = list(about["tasks"])
+        self.rewards = RewardWorker(config, tuple(self.tasks))
         policy.seen_state_dim = int(about["state_dim"])  # it acts there only
         self._keep(policy.state_dict().items())
         # A process may die while it joins, and is then restarted, for which the lock must be held.
@@ -166,8 +162,8 @@ class RemoteBackend(RolloutBackend):
         self.collector: Collector
         if config.runner.max_staleness:
             runners = [RemoteRunner(self, rank) for rank in range(self.size)]
-            num_envs = about["num_envs"] * self.size
-            self.collector = AsyncCollector(config, num_envs, len(self.tasks), runners, self, should_stop)
+            schedule = EpisodeSchedule(config, about["num_envs"] * self.size, len(self.tasks))
+            self.collector = AsyncCollector(config, schedule, runners, self, should_stop, self.rewards)
         else:
             self.collector = RemoteCollector(self)
 
@@ -176,12 +172,11 @@ class RemoteBackend(RolloutBackend):
         self.collector.close()
         self.link.close()
 
-    def taken(self, answer: Gathered) -> TrajectoryBatch:
-        """Return the batch of an answer, with its rewards taken in."""
+    def accept_batch(self, answer: Gathered) -> TrajectoryBatch:
+        """Return the batch of an answer, whose rewards are known to the reward worker from then on."""
         batch = answer["batch"]
-        rewards = answer["rewards"]
-        if rewards is not None and self.rewards is not None:
-            self.rewards.adopt(batch, rewards)
+        if answer["rewards"] is not None:
+            self.rewards.adopt(batch, answer["rewards"])
         return batch
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -413,11 +408,12 @@ class RemoteBackend(RolloutBackend):
         """Kill the processes that have not answered long after the run was asked to end soon."""
         if not stop_requested.is_set():
             return
-        self._hurried_at = self._hurried_at or time.monotonic()
-        if time.monotonic() - self._hurried_at < self._patience_s:
+        self._stop_requested_at = self._stop_requested_at or time.monotonic()
+        patience_s = _PATIENCE * self.config.runner.stop_timeout_s
+        if time.monotonic() - self._stop_requested_at < patience_s:
             return
         for rank in [rank for rank, handle in handles.items() if not handle.done]:
-            self.group.give_up(rank, f"has not answered for {self._patience_s:g} s after a signal")
+            self.group.give_up(rank, f"has not answered for {patience_s:g} s after a signal")
 
     def _signal(self, call: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -487,7 +483,7 @@ class RemoteBackend(RolloutBackend):
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)
         where = None if video_dir is None else str(video_dir.resolve())
-        with self.collector.quiet():
+        with self.collector.paused():
             parts: list[Evaluated] = self.call("evaluate", [(part, where) for part in episodes])
         found: list[Played] = [{name: EpisodeResults(**one) for name, one in part["played"].items()} for part in parts]
         return evaluation_result(self.config.evaluated, join_results(found, max))
@@ -525,7 +521,7 @@ class RemoteCollector:
 
     def _join(self, parts: list[Gathered], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return one batch, rollout after rollout, as if one process had stepped all environments."""
-        batches: list[TrajectoryBatch] = [self.rollouts.taken(part) for part in parts]
+        batches: list[TrajectoryBatch] = [self.rollouts.accept_batch(part) for part in parts]
         env_steps = sum(int(batch.meta.pop("env_steps")) for batch in batches)
         size = len(batches[0]) // num_epochs
         rows = [slice(epoch * size, (epoch + 1) * size) for epoch in range(num_epochs)]
@@ -547,7 +543,7 @@ class RemoteCollector:
         self.rollouts.remember(self.rollouts.call_all("undo"))
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Between two rollouts nothing runs."""
         yield
 
@@ -609,7 +605,9 @@ class RemoteRunner:
         self.rank = rank
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
-        return self.rollouts.taken(self.rollouts.call("roll_out", [(dict(vars(shard)),)], [self.rank], should_stop)[0])
+        return self.rollouts.accept_batch(
+            self.rollouts.call("roll_out", [(dict(vars(shard)),)], [self.rank], should_stop)[0]
+        )
 
     def rebuild(self) -> None:
         self.rollouts.call_all("rebuild", ranks=[self.rank])

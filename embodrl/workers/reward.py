@@ -9,14 +9,13 @@ import asyncio
 import inspect
 import itertools
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
-from typing import NoReturn, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,8 +26,11 @@ from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.base import EnvSpec
 from embodrl.errors import CheckpointError, RewardError, user_location
-from embodrl.names import import_function, raised_by_embodrl
+from embodrl.names import import_function
+from embodrl.user_code import exits_raise, raised_by_embodrl
+from embodrl.workers.episode import Episode
 from embodrl.workers.learned_reward import LearnedReward
+from embodrl.workers.recorders import Judging
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -40,40 +42,6 @@ ANSWER_S = 1.0
 _NONE = torch.tensor(float("nan"))
 MODEL = "model"
 """Of a checkpoint: the checksum of the model that pays."""
-
-
-@dataclass(frozen=True)
-class Episode:
-    """What a reward function gets.
-
-    Attributes:
-        rewards: ``float32[n]``, those of the environment, one per action.
-        success: the task has been solved.
-        finished: the episode has ended, and not just the rollout.
-        task: name of the task.
-        frames: ``uint8[t,H,W,3]``, what the first camera sees after each of its t chunks.
-        policy_version: ``int64[t]``, updates behind the weights that chose each chunk.
-        instruction: task in words; this and all that follow are None where a workflow has run the episode, and where a
-            checkpoint of an asynchronous run was written before the call had ended.
-        actions: ``float32[n,A]``, as they were executed, in environment units.
-        states: ``float32[t,S]``, proprioception after each chunk; S = 0 without ``env.include_state``.
-        images: ``uint8[t,V,H,W,3]``, what all cameras see after each chunk.
-        start_images: ``uint8[V,H,W,3]``, before the first chunk; None where ``images`` is.
-        start_state: ``float32[S]``, the same.
-    """
-
-    rewards: Tensor
-    success: bool
-    finished: bool
-    task: str
-    frames: Tensor
-    policy_version: Tensor
-    instruction: str | None = None
-    actions: Tensor | None = None
-    states: Tensor | None = None
-    images: Tensor | None = None
-    start_images: Tensor | None = None
-    start_state: Tensor | None = None
 
 
 class Outcome(TypedDict):
@@ -105,7 +73,7 @@ class DetachedRewards(TypedDict):
 
 
 @dataclass
-class _Begun:
+class _PendingCall:
     """A call of the reward function.
 
     Attributes:
@@ -135,11 +103,6 @@ class _Begun:
             self.episode = None
 
 
-def needs_frames(config: Config) -> bool:
-    """Return whether rollouts must keep the images of the first camera, for rewards that are computed from them."""
-    return config.reward.judged or config.algorithm.srpo.enabled
-
-
 class RewardWorker:
     """Replaces the rewards of a rollout, if the configuration says so.
 
@@ -155,15 +118,13 @@ class RewardWorker:
         self.learned: LearnedReward | None = None
         if config.reward.fn is not None:
             self.calls = RewardCalls(import_function(config.reward.fn), self.settings)
-            # A reward function that calls os._exit would end the run with that status and no message.
-            os._exit = _leave_unless_in_reward
         elif config.reward.model is not None:
             self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)
             self.calls = RewardCalls(self.learned, self.settings)
         # Not those of an earlier process, whose numbers may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())
-        self._begun: dict[int, _Begun] = {}
-        self._paid = 0  # batches
+        self._begun: dict[int, _PendingCall] = {}
+        self._rewarded_batches = 0  # batches
         self._ahead = config.runner.max_staleness
         self._waited_s = 0.0  # of rollout processes, since the last batch that was paid
         srpo = config.algorithm.srpo
@@ -171,20 +132,15 @@ class RewardWorker:
         self.encoder = make_encoder(srpo)
 
     @property
-    def needs_frames(self) -> bool:
-        """The rollout has to keep frames."""
-        return self.calls is not None or self.srpo is not None
-
-    @property
-    def judge(self) -> Callable[[Episode], int] | None:
-        """What rollouts call with an episode that has ended, so that its reward is computed meanwhile; thread-safe."""
-        return None if self.calls is None else self.start
+    def judging(self) -> Judging:
+        """What the rewards ask of rollouts; ``judge`` is thread-safe, and begins to compute a reward."""
+        return Judging(self.calls is not None or self.srpo is not None, None if self.calls is None else self.start)
 
     def start(self, episode: Episode) -> int:
         """Begin to compute the reward of an episode, and return the number of the call for ``call_id``."""
         assert self.calls is not None
         number = next(self._numbers)
-        self._begun[number] = _Begun(episode, self.calls.start(episode), self._paid)
+        self._begun[number] = _PendingCall(episode, self.calls.start(episode), self._rewarded_batches)
         return number
 
     def detach(self, batch: TrajectoryBatch, should_stop: Callable[[], bool]) -> DetachedRewards:
@@ -221,7 +177,7 @@ class RewardWorker:
             call: Future[tuple[Tensor | RewardError, int]] = Future()
             call.set_result(_restored(outcome))
             numbers[place] = next(self._numbers)
-            self._begun[numbers[place]] = _Begun(None, call, self._paid)
+            self._begun[numbers[place]] = _PendingCall(None, call, self._rewarded_batches)
         _renumber(batch, numbers)
         self._waited_s = max(self._waited_s, detached["waited_s"])
 
@@ -245,7 +201,7 @@ class RewardWorker:
         Raises:
             RewardError: every call failed, or one did and ``reward.on_error`` is ``raise``.
         """
-        if not self.needs_frames:
+        if self.calls is None and self.srpo is None:
             return {}
         episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
         return self._apply_srpo(batch, episodes) if self.calls is None else self._call_function(batch, episodes)
@@ -316,7 +272,7 @@ class RewardWorker:
             if isinstance(outcome, RewardError):
                 batch.valid[episodes.index == number] = False
         batch.call_id = None
-        self._paid = self._paid + 1
+        self._rewarded_batches = self._rewarded_batches + 1
         self._waited_s = 0.0
         granted = torch.stack(
             [outcome.sum() for outcome in outcomes if not isinstance(outcome, RewardError)] or [_NONE]
@@ -329,7 +285,7 @@ class RewardWorker:
             "time/reward_wait_s": waited,
         }
 
-    def _calls_of(self, batch: TrajectoryBatch, episodes: Episodes) -> list[_Begun]:
+    def _calls_of(self, batch: TrajectoryBatch, episodes: Episodes) -> list[_PendingCall]:
         """Return the call of each episode: that which began when it ended, or a new one."""
         assert self.calls is not None
         numbers = [-1] * len(episodes) if batch.call_id is None else episodes.of(batch.call_id).tolist()
@@ -337,16 +293,16 @@ class RewardWorker:
         for number, begun in list(self._begun.items()):
             # Used, of a rollout that was interrupted, or of a group that was dropped. A batch that is ahead of training
             # may have older calls than this one.
-            if number < oldest and begun.since + self._ahead < self._paid:
+            if number < oldest and begun.since + self._ahead < self._rewarded_batches:
                 del self._begun[number]
-        calls: list[_Begun] = []
+        calls: list[_PendingCall] = []
         for index, number in enumerate(numbers):
             begun = self._begun.get(number)
             again = begun is not None and begun.reported  # a node that is tried again calls again
             if begun is None or (again and begun.episode is not None):
                 episode = begun.episode if begun is not None else None
                 episode = self._record(batch, episodes, index) if episode is None else episode
-                begun = _Begun(episode, self.calls.start(episode), self._paid)
+                begun = _PendingCall(episode, self.calls.start(episode), self._rewarded_batches)
                 self._begun |= {number: begun} if number >= 0 else {}
             calls.append(begun)
         return calls
@@ -583,9 +539,9 @@ async def _in_thread(function: Callable[[Episode], object], episode: Episode) ->
     future: Future[object] = Future()
 
     def work() -> None:
-        _running.process = os.getpid()
         try:
-            result = function(episode)
+            with exits_raise(_ended):
+                result = function(episode)
         except BaseException as error:  # noqa: BLE001  (it is raised again where it is awaited)
             _settle(future.set_exception, _as_exception(error))
         else:
@@ -594,10 +550,6 @@ async def _in_thread(function: Callable[[Episode], object], episode: Episode) ->
     # No thread pool: at the end of the program Python would wait for a call that never returns.
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await asyncio.wrap_future(future)
-
-
-_running = threading.local()
-_leave = os._exit
 
 
 def _ended(code: object) -> RuntimeError:
@@ -612,13 +564,6 @@ def _as_exception(error: BaseException) -> Exception:
         return error
     text = f"it raised {type(error).__name__} ({error}), which is not an Exception; raise one that says what is wrong"
     return RuntimeError(text).with_traceback(error.__traceback__)
-
-
-def _leave_unless_in_reward(code: int) -> NoReturn:
-    """``os._exit`` for the time of a run with a reward function: called by that function, it is an error of it."""
-    if getattr(_running, "process", None) == os.getpid():  # a child that the function has forked may leave
-        raise _ended(code)
-    _leave(code)
 
 
 def _settle(setter: Callable[[T], None], value: T) -> None:

@@ -20,9 +20,10 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.names import import_object
 from embodrl.workers.async_collector import AsyncCollector, make_runners, workflow_runner
-from embodrl.workers.collector import WHOLE, Collector, Share, SyncCollector
+from embodrl.workers.collector import WHOLE, Collector, EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.evaluator import EvalResult, Evaluator
-from embodrl.workers.reward import Episode
+from embodrl.workers.recorders import Judging
+from embodrl.workers.reward import RewardWorker
 
 
 class RolloutBackend(ABC):
@@ -91,7 +92,7 @@ class LocalBackend(RolloutBackend):
         return len(self.evaluator.decodings)
 
     def evaluate(self, video_dir: Path | None) -> EvalResult:
-        with self.collector.quiet():
+        with self.collector.paused():
             return self.evaluator.run(video_dir)
 
     def offload_policies(self) -> OffloadReport | None:
@@ -114,8 +115,7 @@ def make_collector(
     pool: EnvPool,
     engine: RolloutEngine,
     should_stop: Callable[[], bool],
-    keep_frames: bool,
-    judge: Callable[[Episode], int] | None = None,
+    rewards: RewardWorker,
 ) -> Collector:
     """Return the collector of ``runner.max_staleness`` and ``rollout.workflow``, in the driver.
 
@@ -124,15 +124,15 @@ def make_collector(
         pool: started.
         engine: acts with the weights that train.
         should_stop: called regularly; True interrupts a rollout.
-        keep_frames: keep the images of the first camera.
-        judge: of ``LockstepRunner``.
+        rewards: judge the episodes.
     """
     if config.runner.max_staleness == 0:
-        return make_sync_collector(config, pool, engine, should_stop, keep_frames, judge=judge)
+        return make_sync_collector(config, pool, engine, should_stop, rewards.judging)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
-    apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
-    runners = make_runners(config, pool, apart, keep_frames, judge)
-    return AsyncCollector(config, pool.spec.num_envs, len(pool.spec.tasks), runners, apart, should_stop)
+    acting = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
+    runners = make_runners(config, pool, acting, rewards.judging)
+    schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
+    return AsyncCollector(config, schedule, runners, acting, should_stop, rewards)
 
 
 def make_sync_collector(
@@ -140,13 +140,10 @@ def make_sync_collector(
     pool: EnvPool,
     engine: RolloutEngine,
     should_stop: Callable[[], bool],
-    keep_frames: bool,
+    judging: Judging,
     share: Share = WHOLE,
-    judge: Callable[[Episode], int] | None = None,
 ) -> SyncCollector:
-    """Return the collector of a synchronous run, which calls ``judge`` with each episode that has ended."""
+    """Return the collector of a synchronous run."""
     own = None if config.rollout.workflow is None else workflow_runner().collector
     collector = SyncCollector if own is None else cast("type[SyncCollector]", import_object(own))
-    made = collector(config, pool, engine, should_stop, keep_frames, share)
-    made.judge = judge
-    return made
+    return collector(config, pool, engine, should_stop, judging, share)

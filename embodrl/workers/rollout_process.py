@@ -25,6 +25,7 @@ from embodrl.workers.env import held_out_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.parts import make_share
+from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import DetachedRewards, RewardWorker
 from embodrl.workers.rollout_backend import make_sync_collector
 from embodrl.workers.weights import ReceiverThread, Route, make_receiver
@@ -62,13 +63,10 @@ class RolloutProcess(Worker):
     Args:
         config: the whole run.
         deployment: placement of everything in it.
-        keep_frames: keep the images of the first camera.
         log_dir: directory of the output of the simulators.
     """
 
-    def __init__(
-        self, config: Config, deployment: Deployment, keep_frames: bool = False, log_dir: str | None = None
-    ) -> None:
+    def __init__(self, config: Config, deployment: Deployment, log_dir: str | None = None) -> None:
         share = Share(self.rank, self.world_size)
         logs = None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}"
         places = deployment.of("env")[share.rows(config.env.num_processes)]
@@ -79,22 +77,20 @@ class RolloutProcess(Worker):
         make_own = partial(held_out_pool, log_dir=logs, places=places)
         self.evaluator = Evaluator(mine, self.pool, self.engine, None, self._should_stop, make_own)
         self.rewards = RewardWorker(config, tuple(self.pool.spec.tasks)) if config.reward.judged else None
-        judge = None
+        # SRPO judges in the driver, by the frames.
+        judging = Judging(keep_frames=config.algorithm.srpo.enabled)
         if self.rewards is not None:
             self.rewards.check(self.pool.spec)
-            judge = self.rewards.judge
+            judging = self.rewards.judging
         self._collector: SyncCollector | None = None
         self._runner: EpisodeRunner | None = None
         if config.runner.max_staleness:
             # Requests are served one after the other: several pipeline stages would only make batches smaller.
             rollout = mine.rollout.model_copy(update={"pipeline_stages": 1})
-            (self._runner,) = make_runners(
-                mine.model_copy(update={"rollout": rollout}), self.pool, self.engine, keep_frames, judge
-            )
+            alone = mine.model_copy(update={"rollout": rollout})
+            (self._runner,) = make_runners(alone, self.pool, self.engine, judging)
         else:
-            self._collector = make_sync_collector(
-                mine, self.pool, self.engine, self._should_stop, keep_frames, share, judge
-            )
+            self._collector = make_sync_collector(mine, self.pool, self.engine, self._should_stop, judging, share)
         self._receiver: ReceiverThread | None = None
         self._call = -1
         self._stopped = False

@@ -98,9 +98,9 @@ GARBAGE = {
     "a wrong count": (send_frame(Kind.OK, 0, 2**40), "instead of OK"),
     "a request": (send_frame(Kind.STEP, 0, 3), "the answer STEP"),
     "an error that is none": (send_frame(Kind.RAISED, 2, 3, [1, 2]), "the answer RAISED"),
-    "truth values": (spoil("valid", 0xAB), "truth values other than 0 and 1"),
+    "truth values": (spoil("valid", 0xAB), "booleans other than 0 and 1"),
     "a task that there is not": (spoil("task_id", 0x7F), "task_id"),
     "a negative length": (spoil("instruction_length", 0xFF), "instruction has [-1"),
-    "no text": (spoil("instruction", 0xC3), "instruction is no text"),
+    "no text": (spoil("instruction", 0xC3), "instruction is not a text"),
     "memory that shrinks": (shrink, "PermissionError"),
 }

@@ -9,6 +9,7 @@ import signal
 import torch
 from expect import raises_code
 from tiny_training import deployment_of, tiny_rollout, training_config
+from updates import update
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.errors import WorkerDied
@@ -31,7 +32,7 @@ def test_a_dead_training_process_ends_all_and_is_reported() -> None:
         advantages = compute_advantages(batch, config.algorithm)
         # Rank 0 would wait for rank 1 forever.
         with raises_code("worker-died", WorkerDied, "actor[1]", "SIGKILL") as caught:
-            engine.update(batch, advantages, config.algorithm, torch.Generator().manual_seed(0))
+            update(engine, batch, advantages, config.algorithm, torch.Generator().manual_seed(0))
         assert caught.value.rank == 1
         for descriptor in descriptors:
             poller = select.poll()

@@ -227,7 +227,7 @@ def test_when_all_are_damaged_all_are_reported(tmp_path: Path) -> None:
     ("call", "number", "hint"),
     [
         ("write", errno.ENOSPC, "free disk space"),
-        ("fsync", errno.EIO, "disk reports faults"),
+        ("fsync", errno.EIO, "disk reports I/O errors"),
         ("rename", errno.EROFS, ""),
     ],
 )

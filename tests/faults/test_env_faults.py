@@ -362,7 +362,7 @@ def test_an_exception_before_any_chunk_has_worked_ends_the_run_with_one_short_tr
     message = raised.value.message
     assert "faulty_envs.py" in message and "worker_main" not in message
     assert message.count("File ") == 1 and len(message.splitlines()) <= 4
-    assert raised.value.hint.startswith("fix the simulator's code")
+    assert raised.value.hint.startswith("fix the simulator code")
 
 
 def test_an_exception_after_a_chunk_that_worked_is_a_fault_to_recover_from(tmp_path):
@@ -381,7 +381,7 @@ def test_actions_that_are_not_finite_are_the_policys_fault():
         actions[1, 0, 0] = np.nan
         with raises_code("actions-not-finite") as raised:
             pool.step(actions)
-        assert "the policy returned actions that are not finite, for environments 1" in str(raised.value)
+        assert "the policy returned non-finite actions for environments 1" in str(raised.value)
         # The actions of an environment that is not stepped may be anything.
         assert pool.step(actions, np.array([True, False])).valid[0].any()
 

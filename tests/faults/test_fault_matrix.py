@@ -328,7 +328,7 @@ def test_the_combinations_hold_every_fault_in_either_process_and_every_mixture_o
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_a_full_dev_shm_is_of_no_account(name: str) -> None:
+def test_full_dev_shm_is_harmless(name: str) -> None:
     """The memory of a process has no name and is not there; a driver that wants it there would fail the same way."""
     interpreter(CASES[name])
     mount = "mount -t tmpfs -o size=8k tmpfs /dev/shm && ! head -c 64k /dev/zero > /dev/shm/full 2>/dev/null"

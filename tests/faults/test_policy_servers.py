@@ -1,4 +1,4 @@
-"""How `embodrl serve` ends when its model hangs; see docs/dev/faults.md."""
+"""How `embodrl serve` ends when its model hangs; see docs/serving.md."""
 
 from pathlib import Path
 

@@ -185,7 +185,7 @@ CLUSTER = [
     Wrong(
         "imitation by megatron",
         "actor.training_backend",
-        "backend-imitates",
+        "backend-runs-the-update",
         (
             *("algorithm.loss_type=dagger", "algorithm=dagger", "model.num_action_chunks=1"),
             *("actor.optim.critic_warmup_iterations=0", *MEGATRON),

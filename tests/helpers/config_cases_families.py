@@ -92,7 +92,7 @@ FAMILIES = [
         "loss-fits-the-sampling",
         ("model.flow.method=flow_sde", "model=pi0", "algorithm=fpo"),
     ),
-    Wrong("FPO of tokens", "model.model_type", "velocities-are-there", ("algorithm.loss_type=fpo",)),
+    Wrong("FPO of tokens", "model.model_type", "loss-fits-the-family", ("algorithm.loss_type=fpo",)),
     Wrong(
         "mirrored velocities of a whole chain",
         "model.flow.method",
@@ -278,12 +278,6 @@ FAMILIES += [
         more=("env.include_images",),
     ),
     Wrong(
-        "SAC with FSDP",
-        "actor.training_backend",
-        "small-actors-train-natively",
-        ("actor.training_backend=fsdp", *SAC),
-    ),
-    Wrong(
         "SAC that runs ahead", "runner.max_staleness", "off-policy-has-what-it-needs", ("runner.max_staleness=1", *SAC)
     ),
     Wrong(
@@ -330,12 +324,6 @@ FAMILIES += [
         ("algorithm.bc_coef=0.1", "algorithm.off_policy.demos={tmp}/none"),
     ),
     Wrong(
-        "imitation where the main process does not train",
-        "algorithm.bc_coef",
-        "imitation-has-demonstrations",
-        ("algorithm.bc_coef=0.1", "algorithm.off_policy.demos={tmp}", "actor=fsdp"),
-    ),
-    Wrong(
         "imitation of nothing",
         "algorithm.bc_coef",
         "imitation-has-demonstrations",
@@ -376,7 +364,7 @@ FAMILIES += [
     Wrong(
         "noise of demonstrations",
         "algorithm.off_policy.demos",
-        "small-actor-can-learn",
+        "noise-is-not-recorded",
         ("algorithm.off_policy.demos={tmp}", "model.small_actor.kind=dsrl", *SAC),
         more=("model.warm_start", "model.model_type", "algorithm.off_policy.demo_fraction"),
     ),
@@ -437,6 +425,19 @@ FAMILIES += [
             "model=mlp",
             "actor.optim.critic_warmup_iterations=0",
         ),
+    ),
+    Wrong(
+        "RECAP with a model of rewards",
+        "algorithm.loss_type",
+        "labels-need-no-rewards",
+        (
+            "reward.model={tmp}",
+            "algorithm.off_policy.demos={tmp}",
+            "algorithm=recap",
+            "model=mlp",
+            "actor.optim.critic_warmup_iterations=0",
+        ),
+        more=("algorithm.offline.tag", "reward.model"),
     ),
     Wrong(
         "IQL with rewards of its own",

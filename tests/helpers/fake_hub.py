@@ -1,4 +1,4 @@
-"""A server on this machine that speaks the hub's HTTP: repositories, revisions, files by ranges, and uploads."""
+"""A server on this machine that speaks the hub's HTTP: repositories, revisions, files, and uploads."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class FakeHub(ThreadingHTTPServer):
     Attributes:
         models: and datasets, by ``OWNER/NAME``.
         requests: method and path of each.
-        break_after: path of a file -> bytes after which the connection of its next download is closed.
         altered: path of a file -> content that is sent in its place.
         statuses: repository -> status of every answer about it.
         token: that uploads need.
@@ -56,8 +55,6 @@ class FakeHub(ThreadingHTTPServer):
         self.datasets: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.requests: list[str] = []
-        self.ranges: list[str] = []
-        self.break_after: dict[str, int] = {}
         self.altered: dict[str, bytes] = {}
         self.statuses: dict[str, int] = {}
         self.token = "hf_secret"
@@ -185,24 +182,14 @@ class _Handler(BaseHTTPRequestHandler):
         entry = _entry(path, content)
         etag = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
         content = self.server.altered.get(path, content)
-        start = 0
-        if (wanted := self.headers.get("Range")) is not None and self.command == "GET":
-            self.server.ranges.append(f"{path} {wanted}")
-            start = int(wanted.removeprefix("bytes=").partition("-")[0])
-        self.send_response(206 if start else 200)
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        self.send_response(200)
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": sha}
         headers |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(content))} if "lfs" in entry else {}
-        headers |= {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"} if start else {}
-        for name, value in {**headers, "Content-Length": str(len(content) - start)}.items():
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        limit = self.server.break_after.pop(path, None)
-        self.wfile.write(content[start:] if limit is None else content[start : start + limit])
-        if limit is not None:
-            self.wfile.flush()
-            self.close_connection = True
+        if self.command == "GET":
+            self.wfile.write(content)
 
     def do_POST(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")

@@ -31,7 +31,6 @@ SIZES = {
     "gr00t_n1_7": f"{{{PICTURE}, vision: {{{VIT}, depth: 2}}, {LANGUAGE}, num_key_value_heads: 1, dit_num_heads: 2,"
     " dit_output_dim: 48, vl_num_heads: 2}",
 }
-SIZES["gr00t_n1_6"] = SIZES["gr00t_n1_7"].replace(", vl_num_heads: 2", "")
 # Steps after which each family tells four colours apart, and has halved its loss on PushCube; learning rate.
 LEARNING = {
     "openvla": (120, 120, 1e-3),
@@ -40,7 +39,6 @@ LEARNING = {
     "pi05": (200, 120, 2e-3),
     "pi0_fast": (300, 200, 2e-3),
     "gr00t": (120, 120, 1e-3),
-    "gr00t_n1_6": (120, 120, 1e-3),
     "gr00t_n1_7": (120, 120, 1e-3),
     "smolvla": (300, 200, 2e-3),
 }

@@ -12,19 +12,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from replay_frames import buffer_of
+from tiny_families import observation
 from tiny_training import largest_difference, tiny_rollout
 from torch.distributed.device_mesh import init_device_mesh
+from updates import reference_logprobs, update
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
+from embodrl.data.batch import Batch
+from embodrl.data.replay import ReplayStores
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training import sharded_checkpoint
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.sharding import held
+from embodrl.learners.imitation_update import ImitationUpdate
+from embodrl.learners.off_policy import OffPolicyUpdater
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.policy import build_policy, configure_torch
 
@@ -50,18 +58,63 @@ class Comparer(Worker):
         return found | {"metrics": difference(cut, whole), "counted": float(sum(map(len, whole)))}
 
     @dispatch("one_to_all")
+    def compare_replay(self, config: Config) -> dict[str, float]:
+        """Return the same of steps from a replay buffer with demonstrations, critics beside the policy."""
+
+        def learn(engine: PolicyTrainEngine) -> tuple[Metrics, EngineState]:
+            stores = ReplayStores(buffer_of(60), buffer_of(30, seed=1))
+            metrics = OffPolicyUpdater(config, engine, stores).learn(torch.Generator().manual_seed(3))
+            return {name: float(value or 0.0) for name, value in metrics.items()}, engine.state_dict()
+
+        return self._compared(config, learn)
+
+    @dispatch("one_to_all")
+    def compare_imitation(self, family: str, config: Config, weighted: bool) -> dict[str, float]:
+        """Return the same of two steps that imitate, every action with a weight or all alike."""
+        configure_torch(config)
+        policy = build_policy(config)
+        rows = observation(family, 6, 0)
+        actions = torch.rand(6, policy.action_horizon, policy.action_dim, generator=torch.Generator().manual_seed(1))
+        torch.manual_seed(2)
+        inputs = {name: tensor.cpu() for name, tensor in policy.sft_inputs(rows, actions).items()}
+        mask = torch.rand(6, policy.action_horizon, generator=torch.Generator().manual_seed(4))
+        batch = Batch(inputs | {"action_mask": mask if weighted else mask > 0.3})
+
+        def learn(engine: PolicyTrainEngine) -> tuple[Metrics, EngineState]:
+            update = ImitationUpdate(engine, config)
+            steps = [update.step(batch, 1e-3, 0.0, 9.0 if weighted else None) for _ in range(2)]
+            update.complete()
+            return {f"{number} {name}": x for number, step in enumerate(steps) for name, x in step.items()}, (
+                engine.state_dict()
+            )
+
+        return self._compared(config, learn)
+
+    def _compared(
+        self, config: Config, learn: Callable[[PolicyTrainEngine], tuple[Metrics, EngineState]]
+    ) -> dict[str, float]:
+        configure_torch(config)
+        options = EngineOptions(config.actor, 4, config.algorithm.kl.coef > 0)
+        native = NativeTrainEngine(build_policy(config), options, "cpu")
+        whole, theirs = learn(native)
+        cut, mine = learn(self._cut(config))
+        assert mine.state == theirs.state and mine.tensors.keys() == theirs.tensors.keys()
+        found = {name: largest_difference(mine.tensors[name], theirs.tensors[name]) for name in theirs.tensors}
+        return found | {"metrics": difference([cut], [whole]), "counted": float(len(whole))}
+
+    @dispatch("one_to_all")
     def decide(self, config: Config) -> tuple[list[Metrics], list[Metrics]]:
         """Return the metrics, cut up and whole, of an update that stops early and one with a NaN in one chunk."""
         native, batches = self._native("openvla", config, 1)
         results: list[list[Metrics]] = []
         for engine in (self._cut(config), native):
-            engine.version = 1  # the policy trains
+            engine.state.version = 1  # the policy trains
             batch, algorithm = batches[0], config.algorithm
             advantages = compute_advantages(batch, algorithm)
-            early = engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(0))
+            early = update(engine, batch, advantages, algorithm, torch.Generator().manual_seed(0))
             advantages.advantages[0, 1] = torch.nan
             patient = algorithm.model_copy(update={"update_epoch": 1, "target_kl": None})
-            broken = engine.update(batch, advantages, patient, torch.Generator().manual_seed(0))
+            broken = update(engine, batch, advantages, patient, torch.Generator().manual_seed(0))
             results.append([early, {n: value for n, value in broken.items() if not math.isnan(value)}])
         return results[0], results[1]
 
@@ -85,8 +138,12 @@ class Comparer(Worker):
             report = offloaded.offload()
             assert report is not None
             reports.append((report.before, report.after))
-            kept = (*offloaded.policy.parameters(), *offloaded.leaves.values(), *(offloaded.reference or []))
-            moments = [t for state in offloaded.optimizer.state.values() for t in state.values()]
+            kept = (
+                *offloaded.policy.parameters(),
+                *offloaded.state.leaves.values(),
+                *(offloaded.state.reference or []),
+            )
+            moments = [t for kept_of in offloaded.state.optimizer.state.values() for t in kept_of.values()]
             left.append(sum(held(t).untyped_storage().nbytes() for t in (*kept, *moments)))
         weights = dict(offloaded.weights())  # brings them back
         assert largest_difference(weights, dict(straight.weights())) == 0
@@ -235,10 +292,10 @@ def update_all(engine: PolicyTrainEngine, batches: list[TrajectoryBatch], config
     found: list[Metrics] = []
     for number, batch in enumerate(batches):
         if config.algorithm.kl.coef > 0:
-            batch = batch.replace(ref_logprobs=engine.reference_logprobs(batch, config.algorithm))
+            batch = batch.replace(ref_logprobs=reference_logprobs(engine, batch, config.algorithm))
         advantages = compute_advantages(batch, config.algorithm)
         generator = torch.Generator().manual_seed(number)
-        found.append(engine.update(batch, advantages, config.algorithm, generator))
+        found.append(update(engine, batch, advantages, config.algorithm, generator))
     return found
 
 

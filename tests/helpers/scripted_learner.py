@@ -75,7 +75,7 @@ def scripted_trainer(
         phase=lambda *_: None, update=lambda _: None, late=lambda _: None, message=lambda text: did.append(text)
     )
     journal = Journal(MetricsLogger(directory, config.runner.logger, trackers={}), view, is_warm=False)
-    saver = NotedSaver(session, learner, has_reference=False)
+    saver = NotedSaver(session, learner)
     saver.did = did
     checkpoints: Any = SimpleNamespace(keep_best=lambda iteration: did.append(f"best {iteration}"))
     evaluations = Evaluations(session, learner, journal, checkpoints, beside)

@@ -31,14 +31,14 @@ POINTS = {
     "sync_directory": "embodrl.storage.checkpoint:sync_directory",
     "publish": "embodrl.storage.checkpoint:publish_directory",
     "store": "embodrl.data.replay:ReplayStores.add",
-    "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
-    "learn_rlt": "embodrl.hybrid_engines.training.rlt:RltEngine._update_actor",
-    "learn_offline": "embodrl.learners.offline.learner:OfflineLearner.imitate",
+    "learn": "embodrl.learners.off_policy:OffPolicyUpdate.update_actor",
+    "learn_rlt": "embodrl.learners.rlt:RltUpdate.update_actor",
+    "learn_offline": "embodrl.learners.offline.learner:OfflineUpdater.imitate",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "log_late": "embodrl.reporting.sinks:MetricsLogger.log_late",
     "add_episode": "embodrl.data.raw:RawWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",
-    "sft_step": "embodrl.hybrid_engines.training.policy_engine:PolicyTrainEngine.imitate",
+    "sft_step": "embodrl.learners.imitation_update:ImitationUpdate.step",
     "wait_started": "embodrl.envs.pool.pool:EnvPool.wait_started",
 }
 

@@ -109,12 +109,11 @@ TINY["gaussian"] = {
     "max_state_dim": 8,
     "hidden_sizes": (16, 16),
 }
-TINY["gr00t_n1_6"] = {name: size for name, size in TINY["gr00t_n1_7"].items() if not name.startswith("vl_")}
 """One size for all: a family reads its own part."""
 
 POLICIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, which has no network here
 FAMILIES = [name for name in POLICIES if MODELS.entry(name).kind != "gaussian"]  # those that read an instruction
-SAME_NETWORK = ("openvla_oft", "pi0", "gr00t", "gr00t_n1_6")  # as another family, but for sizes
+SAME_NETWORK = ("openvla_oft", "pi0", "gr00t")  # as another family, but for sizes
 # For what depends on the network alone; the others with `make test-long`.
 NETWORKS = [pytest.param(name, marks=pytest.mark.long) if name in SAME_NETWORK else name for name in FAMILIES]
 TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "tokens"]
@@ -127,7 +126,7 @@ VARIANTS.append(("pi0", "cfm"))
 TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")
 EVERY_VARIANT = [*VARIANTS, *((name, None) for name in POLICIES if name not in FAMILIES)]
 # The noise of one family stands for that of the others, and one of two families of one policy class.
-LONG_VARIANTS = [(name, "flow_noise") for name in FLOW_FAMILIES if name != "pi05"] + [("gr00t_n1_6", "flow_sde")]
+LONG_VARIANTS = [(name, "flow_noise") for name in FLOW_FAMILIES if name != "pi05"]
 
 
 def with_long(variants: list[tuple[str, str | None]]) -> list[object]:

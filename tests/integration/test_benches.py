@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import asynchrony
+import e2e
 import learning_signal
 import pytest
 import task_runner as tasks
+import transport
 import weight_sync
-
-from embodrl.tools.bench import e2e, transport
 
 
 @pytest.mark.long

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import e2e
+import envs
 import pytest
-
-from embodrl.tools.bench import e2e, envs, render
+import render
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.xdist_group("maniskill")]
 

@@ -11,6 +11,7 @@ import pytest
 from expect import raises_code
 from fsdp_worker import Comparer
 from tiny_training import deployment_of, largest_difference, tiny_rollout, train, training_config
+from updates import reference_logprobs
 
 from embodrl.config.schema import Config
 from embodrl.errors import CheckpointError, WorkerRaised
@@ -23,6 +24,7 @@ from embodrl.workers.policy import build_policy, configure_torch
 
 ALGORITHM = {"update_epoch": 1, "entropy_bonus": 0.01, "kl": {"coef": 0.1}}
 EQUAL = 1e-5
+ROUNDING = 1e-6
 # Where a gradient is about 0 but for rounding, AdamW steps by the whole learning rate in the direction of its sign:
 # an update of at most four steps of 1e-3.
 WEIGHTS_EQUAL = 4e-3
@@ -97,6 +99,34 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
 )
 def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, Any], model: dict[str, Any]) -> None:
     assert_same_training(two, "openvla", fsdp_config(actor=actor, model=model))
+
+
+SAC = {
+    **{"num_q": 3, "subset": 2, "critic_hidden_sizes": (8,), "warm_up": 20, "utd": 0.2, "policy_delay": 2},
+}
+
+
+@pytest.mark.parametrize("demo_fraction", [0.0, 0.5], ids=["sac", "rlpd"])
+def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, demo_fraction: float) -> None:
+    off_policy = SAC | {"demo_fraction": demo_fraction}
+    algorithm = {"adv_type": "none", "loss_type": "sac", "off_policy": off_policy, "bc_coef": demo_fraction}
+    optim = {"critic_warmup_iterations": 0, "lr_warmup_iterations": 0, "lr": 1e-3}
+    actor = {"optim": optim}
+    config = fsdp_config("gaussian", algorithm=algorithm, actor=actor, model={"add_value_head": False})
+    for found in two.compare_replay(config).result(CALL_S):
+        print(found)
+        assert found["counted"] > 8 and max(found.values()) == found["counted"]
+        assert found["metrics"] < ROUNDING and found["off_policy"] < ROUNDING and found["optimizer"] < ROUNDING
+        assert found["policy"] < ROUNDING
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True], ids=["sft and dagger", "iql and recap"])
+def test_imitation_in_two_processes_is_that_of_one(two: WorkerGroup, tensor_parallel_size: int, weighted: bool) -> None:
+    config = fsdp_config(actor={"tensor_parallel_size": tensor_parallel_size})
+    for found in two.compare_imitation("openvla", config, weighted).result(CALL_S):
+        print(found)
+        assert found["counted"] > 4 and found["metrics"] < ROUNDING and found["optimizer"] < ROUNDING
 
 
 @pytest.mark.long
@@ -241,7 +271,7 @@ def test_a_native_engine_in_its_own_process_is_bit_identical() -> None:
             if ranks:
                 batch = tiny_rollout("openvla", policy, config, 0)
                 with raises_code("reference-missing", WorkerRaised):
-                    engine.reference_logprobs(batch, config.algorithm)
+                    reference_logprobs(engine, batch, config.algorithm)
     assert results[0][0] == results[1][0]
     for section, tensors in results[0][1].items():
         assert largest_difference(tensors, results[1][1][section]) == 0

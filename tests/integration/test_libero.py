@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import envs
 import numpy as np
 import pytest
 from expect import raises_code
@@ -29,7 +30,6 @@ from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EnvRaised
 from embodrl.preflight.simulators import check_simulator, missing_gl
-from embodrl.tools.bench import envs
 from embodrl.types import EnvStep
 
 PYTHON = installed_python("libero")

@@ -235,3 +235,41 @@ def test_demonstrations_that_changed_are_refused_when_a_run_is_resumed(
     assert embodrl("collect", "--config", config, "collect.seed=9", f"collect.output_dir={other}").code == 0
     outcome = embodrl("resume", run_dir, f"algorithm.off_policy.demos={other}")
     assert outcome.code == 1 and "replay-other-demos" in outcome.stderr
+
+
+TWO = ("actor=fsdp", "cluster.device=cpu", "cluster.component_placement={actor: '0:0-1', rollout: 0, env: 0}")
+COMPARED = ("train/critic_loss", "train/q_mean", "train/critic_grad_norm", "train/policy_loss", "train/grad_norm")
+
+
+@pytest.fixture(scope="module")
+def flow_token(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """The configuration of a flow policy, one that was imitated for a short time, and an RL token of it."""
+    directory = tmp_path_factory.mktemp("flow")
+    config, base, token = directory / "flow.yaml", directory / "sft", directory / "token"
+    config.write_text(FLOW.replace(", scale: 1.0", ""))
+    few = [f"sft.data_dir={demos}", "sft.max_steps=10", "sft.batch_size=32", f"sft.output_dir={base}"]
+    assert embodrl("sft", "--config", config, *few).code == 0
+    assert embodrl("model", "token", base, demos, "--output", token, "--size", "16", "--steps", "10").code == 0
+    return config, base / "policy", token
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "rlpd", "residual", "dsrl", "rlt"])
+def test_two_processes_have_the_first_numbers_of_one(
+    algorithm: str, config: Path, demos: Path, base: Path, flow_token: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    flow, frozen, token = flow_token
+    chosen, more = (flow, []) if algorithm in ("dsrl", "rlt") else (config, [])
+    more = on(base) if algorithm == "residual" else more
+    more = [f"model.warm_start={frozen if algorithm == 'dsrl' else token}"] if chosen == flow else more
+    found: list[dict[str, object]] = []
+    for name, engine in (("one", ()), ("two", TWO)):
+        run_dir = tmp_path / name
+        short = [*more, "algorithm.off_policy.utd=0.05", "runner.eval_interval=0", *engine]
+        outcome = embodrl(*settings(algorithm, chosen, demos, 2, run_dir), *short)
+        assert outcome.code == 0, outcome.stderr
+        found.append(next(row for row in rows_of(run_dir) if row.get("train/critic_loss") is not None))
+    one, two = found
+    assert two["train/num_updates"] == one["train/num_updates"] and one["train/num_updates"] > 1
+    for name in COMPARED:
+        if name in one:
+            assert two[name] == pytest.approx(one[name], rel=2e-3, abs=1e-5), name

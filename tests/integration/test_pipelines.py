@@ -73,8 +73,8 @@ def written_out(graph: Graph, context: PipelineContext, on_node: object = None) 
     batch, row = context.rollout.gather(context.iteration)
     row |= {"env_steps": batch.meta["env_steps"]} | context.rewards.apply(batch)
     if algorithm.kl.coef > 0:
-        batch.ref_logprobs = context.engine.reference_logprobs(batch, algorithm)
-    row |= context.engine.update(batch, compute_advantages(batch, algorithm), algorithm, context.shuffle)
+        batch.ref_logprobs = context.updates.reference_logprobs(batch)
+    row |= context.updates.update(batch, compute_advantages(batch, algorithm), context.shuffle)
     context.rollout.update_weights(context.engine.weights(), context.engine.version)
     return row
 

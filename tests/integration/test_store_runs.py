@@ -152,7 +152,7 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path, place):
         for role in roles:
             assert role.process.wait(1200) == 0, Path(role.log.name).read_text()
         if is_training:
-            for text in ("it is tried again", "the store is available again"):
+            for text in ("retrying", "the store is available again"):
                 assert trainer.says(text) and collector.says(text)
     finally:
         for role in roles:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub, serving
-from huggingface_hub import constants, file_download
+from huggingface_hub import constants
 
 from embodrl import hub
 from embodrl.errors import HubError
@@ -100,16 +100,6 @@ def test_revisions(server: FakeHub) -> None:
     assert fetch(HubName("org/name", "v1"), PATTERNS).name == older
     assert fetch(NAME, PATTERNS).name == newer
     assert code_of(HubName("org/name", "v2")) == "hub-missing"
-
-
-def test_a_download_that_is_interrupted_is_resumed(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)  # 10 MB: what is lost at most
-    server.model("org/name", MODEL)
-    server.break_after["model.safetensors"] = 300_000
-    found = fetch(NAME, PATTERNS)
-    assert (found / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
-    assert server.ranges == [f"model.safetensors bytes={4 * 2**16}-"]
 
 
 @pytest.mark.parametrize("in_directory", [False, True])

@@ -25,17 +25,19 @@ from embodrl.config.rules import (
     rollout,
     rollout_processes,
     runner,
+    sections,
     serve,
     simulators,
     sizes,
 )
-from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
+from embodrl.config.rules.base import NOTES, RULES, Context
 from embodrl.config.rules.verbs import concerns, settings_of_other_verbs
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.errors import ConfigProblem
 from embodrl.names import import_object
-from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS, VerbSpec
+from embodrl.rule_set import Rule, RuleSet
+from embodrl.specs import ENGINES, ENVS, LAUNCHERS, LOSSES, MODELS, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS, VerbSpec
 
 __all__ = [
     "NOTES",
@@ -63,6 +65,7 @@ __all__ = [
     "rollout_processes",
     "run_rules",
     "runner",
+    "sections",
     "serve",
     "shipped_rules",
     "simulators",
@@ -110,13 +113,14 @@ def run_rules(
     engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
     kind = context.config.model.small_actor.kind
     actor = SMALL_ACTORS.entry(kind) if kind is not None and kind in SMALL_ACTORS else None
-    chosen = (context.simulator, context.family, context.loss, actor, *engines.values(), *protocols)
+    launcher = context.launcher
+    chosen = (context.simulator, context.family, context.loss, actor, launcher, *engines.values(), *protocols)
     specs = [spec for spec in chosen if spec is not None]
     specs += _specs_of_verb(verb, context)
     sets = [_imported(rules) for spec in specs for rules in spec.rules]
     every = [*RULES, *(rule for one in sets for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in sets for note in one.notes)]
-    later = [rule for rule in every if verb == "plan" and rule.here]
+    later = [rule for rule in every if verb == "plan" and rule.machine_specific]
     others = () if verb is None else settings_of_other_verbs(verb, context, schema)
     refused = [context.problem(each, "") for each in others if each.key not in invalid]
     return Report(refused + run(rule for rule in every if rule not in later), run(notes), run(later))
@@ -136,7 +140,7 @@ def _imported(rules: RuleSet | str) -> RuleSet:
 
 def shipped_rules() -> RuleSet:
     """Return all rules that come with embodrl, for the references in docs/."""
-    registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, SERVE_PROTOCOLS, VERBS)
+    registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, LAUNCHERS, SERVE_PROTOCOLS, VERBS)
     specs = [registry.entry(name) for registry in registries for name in registry.builtin]
     found = [_imported(rules) for spec in specs for rules in spec.rules]
     sets = {id(rules): rules for rules in found}.values()  # families share some

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, divisors, rule
+from embodrl.config.rules.base import Context, divisors, rule
 from embodrl.config.rules.cluster import KEY
+from embodrl.rule_set import Finding
 
 BACKEND = "actor.training_backend"
 
@@ -23,8 +24,8 @@ def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
             "null, true",
             others=(BACKEND,),
         )
-    elif context.config.cluster.launcher == "ray" and actor.own_process is False:
-        message = "is false, and with cluster.launcher ray the main process only says what happens"
+    elif context.launcher.starts_everything and actor.own_process is False:
+        message = f"is false, and cluster.launcher={context.launcher.name} starts a process even for that"
         yield Finding("actor.own_process", message, "leave it out", "null, true", others=("cluster.launcher",))
 
 
@@ -48,7 +49,7 @@ def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
         yield Finding(KEY, message, "leave out what follows the colon", "one process per GPU", others=(BACKEND,))
 
 
-@rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model.trainable", "env.num_processes", "rollout.backend")
+@rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model", "env.num_processes", "rollout.backend")
 def layers_can_be_cut(context: Context) -> Iterator[Finding]:
     """Tensor parallelism needs fsdp or megatron, a number of processes that it divides, and no adapters."""
     actor = context.config.actor
@@ -61,6 +62,9 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         hint = "set actor=fsdp or actor=megatron, or leave it at 1"
         yield Finding(key, message, hint, "1", others=(BACKEND,))
         return
+    if context.config.model.small_actor.kind is not None or (context.family and context.family.off_policy):
+        message = f"is {size}, and a small actor has no layers that several processes could share"
+        yield Finding(key, message, "leave it at 1", "1", others=("model.model_type",))
     if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
         message = f"is {size}, and layers with low-rank adapters can't be cut"
         yield Finding(
@@ -88,15 +92,16 @@ def backend_trains_adapters(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.trainable",))
 
 
-@rule(BACKEND, "algorithm.loss_type")
-def backend_imitates(context: Context) -> Iterator[Finding]:
-    """DAgger and offline learning take steps of imitation, which some training backends have not."""
-    loss = context.loss
-    if (loss.imitates or loss.offline) and not context.training_engine.imitates:
-        message = f"'{context.config.actor.training_backend}' takes no steps of imitation, which"
-        message += f" algorithm.loss_type={context.config.algorithm.loss_type} consists of"
-        hint = "set actor=native or actor=fsdp"
-        yield Finding(BACKEND, message, hint, "native, fsdp", others=("algorithm.loss_type",))
+@rule(BACKEND, "algorithm.loss_type", "algorithm.bc_coef")
+def backend_runs_the_update(context: Context) -> Iterator[Finding]:
+    """Some training backends update by rollouts alone: they neither imitate nor hold critics beside the policy."""
+    algorithm = context.config.algorithm
+    if context.training_engine.every_update or not (context.loss.learns_from_records or algorithm.bc_coef):
+        return
+    cause = "algorithm.loss_type" if context.loss.learns_from_records else "algorithm.bc_coef"
+    message = f"'{context.config.actor.training_backend}' updates by rollouts alone: it neither imitates nor holds"
+    message += f" critics, which {cause} asks for"
+    yield Finding(BACKEND, message, "set actor=native or actor=fsdp", "native, fsdp", others=(cause,))
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.other_systems import advice
-from embodrl.config.rules.base import Context, Finding, divisors, note, rule
+from embodrl.config.rules.base import Context, divisors, note, rule
 from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
 from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.errors import EmbodrlError
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
 USER_FUNCTIONS = "docs/algorithms.md"
@@ -311,14 +312,14 @@ def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
 
 
 @rule("algorithm.loss_type", "model.model_type")
-def velocities_are_there(context: Context) -> Iterator[Finding]:
-    """Losses of velocities are for flow policies."""
+def loss_fits_the_family(context: Context) -> Iterator[Finding]:
+    """A loss that is computed from what one kind of policy has is for that kind, e.g. from velocities."""
     family = context.family
-    loss = context.config.algorithm.loss_type
-    if loss in ("fpo", "nft") and family is not None and family.kind != "flow":
-        message = f"loss_type '{loss}' needs the velocities of a flow policy, and {family.name} has none"
-        able = ", ".join(spec.name for spec in MODELS.all() if spec.kind == "flow")
-        hint = "choose algorithm=ppo or grpo, or a flow policy"
+    kind = context.loss.family_kind
+    if kind and family is not None and family.kind != kind:
+        message = f"loss_type '{context.config.algorithm.loss_type}' needs a {kind} policy, and {family.name} is none"
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.kind == kind)
+        hint = f"choose algorithm=ppo or grpo, or a {kind} policy"
         yield Finding("model.model_type", message, hint, able, others=("algorithm.loss_type",))
 
 
@@ -452,7 +453,11 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     for name in OffPolicyConfig.model_fields:
         read = loss.learns_from_records or (name == "demos" and algorithm.bc_coef > 0)
         yield f"algorithm.off_policy.{name}", not read, on_policy
-    for name in set(type(algorithm).model_fields) - set(AlgorithmConfig.model_fields) - {adv.name, loss.name}:
+    for name in (
+        set(type(algorithm).model_fields)
+        - set(AlgorithmConfig.model_fields)
+        - {adv.section or adv.name, loss.section or loss.name}
+    ):
         yield f"algorithm.{name}", True, f"neither adv_type nor loss_type is {name}"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
     summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1

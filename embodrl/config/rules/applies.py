@@ -6,10 +6,11 @@ import json
 from collections.abc import Iterator
 from functools import reduce
 
-from embodrl.config.rules.base import Context, Finding, note, value_of
+from embodrl.config.rules.base import Context, note, value_of
 from embodrl.config.schema import AppliesIf, Config, Section
+from embodrl.rule_set import Finding
 
-FACTS = ("loss", "estimator", "deployment")
+FACTS = ("loss", "estimator", "deployment", "launcher")
 """Attributes of the context that conditions may name."""
 
 

@@ -1,9 +1,9 @@
-"""What a rule is."""
+"""What the rules of the configuration look at."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
@@ -13,45 +13,23 @@ from embodrl.config.nodes import Node, Origin, lookup, origin_of
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, defaults_of
 from embodrl.deployment import Deployment, Solution
 from embodrl.errors import ConfigProblem
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import (
     ADVANTAGES,
     ENGINES,
     ENVS,
+    LAUNCHERS,
     LOSSES,
     MODELS,
     EngineSpec,
     FunctionSpec,
+    LauncherSpec,
     ModelSpec,
     SimulatorSpec,
 )
 
 E = TypeVar("E", bound=EnvConfig)
 M = TypeVar("M", bound=ModelConfig)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a rule objects to.
-
-    Attributes:
-        key: the key to be changed first.
-        message: what is wrong, with the arithmetic.
-        hint: what to change.
-        allowed: values that would do, in words.
-        nearest: the nearest valid name.
-        others: further keys that are part of it; the report names their origins, too.
-        at: the key whose origin is meant, if it is not ``key`` itself.
-        code: stable identifier; by default the name of the rule.
-    """
-
-    key: str
-    message: str
-    hint: str
-    allowed: str = ""
-    nearest: str = ""
-    others: tuple[str, ...] = ()
-    at: str = ""
-    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +92,11 @@ class Context:
         return ENGINES.entry(self.config.rollout.backend)
 
     @property
+    def launcher(self) -> LauncherSpec:
+        """What is known about ``cluster.launcher``, whose name was checked."""
+        return LAUNCHERS.entry(self.config.cluster.launcher)
+
+    @property
     def estimator(self) -> FunctionSpec:
         """What is known about the advantage estimator; nothing if there is none of that name."""
         name = self.config.algorithm.adv_type
@@ -160,53 +143,6 @@ class Context:
         return ConfigProblem(
             finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.hint, finding.code or code
         )
-
-
-Check = Callable[[Context], Iterator[Finding]]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A check and the keys that it reads; it is skipped while one of them is invalid.
-
-    Attributes:
-        check: yields what is wrong.
-        keys: what it reads.
-        here: whether it is about this machine or the programs on it: no error of a plan, which starts nothing, but an
-            obstacle that the plan lists.
-    """
-
-    check: Check
-    keys: tuple[str, ...]
-    here: bool = False
-
-    @property
-    def code(self) -> str:
-        """Stable identifier of what the rule finds: its name in kebab case."""
-        return self.check.__name__.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class RuleSet:
-    """Checks that belong together: the core's, or those of one simulator or model family."""
-
-    rules: list[Rule] = field(default_factory=list[Rule])
-    notes: list[Rule] = field(default_factory=list[Rule])
-
-    def rule(self, *keys: str, here: bool = False) -> Callable[[Check], Check]:
-        """Register a check whose findings are errors; ``here``: see ``Rule``."""
-        return self._register(self.rules, keys, here)
-
-    def note(self, *keys: str) -> Callable[[Check], Check]:
-        """Register a check whose findings are printed, but do not stop anything."""
-        return self._register(self.notes, keys)
-
-    def _register(self, rules: list[Rule], keys: tuple[str, ...], here: bool = False) -> Callable[[Check], Check]:
-        def add(check: Check) -> Check:
-            rules.append(Rule(check, keys, here))
-            return check
-
-        return add
 
 
 CORE = RuleSet()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
+from embodrl.config.rules.base import Context, divisors, multiples, note, rule
 from embodrl.config.schema import Config
 from embodrl.deployment.grammar import COMPONENTS, MACHINES, PlacementError, ProcessPlace
 from embodrl.deployment.solver import is_single, pools_of
 from embodrl.deployment.topology import GIB
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
+from embodrl.specs import LAUNCHERS
 
 KEY = "cluster.component_placement"
 # What the driver and the kernel keep for themselves of a machine's nominal memory.
@@ -83,15 +85,16 @@ def places_exist(context: Context) -> Iterator[Finding]:
     yield from shares_are_even(context.config, context.solution.places)
 
 
-@rule("cluster.hardware", "cluster.num_nodes", "cluster.device", here=True)
+@rule("cluster.hardware", "cluster.num_nodes", "cluster.device", machine_specific=True)
 def described_hardware_is_here(context: Context) -> Iterator[Finding]:
     """Training runs on the machine that it is on: described hardware must be there."""
     cluster = context.config.cluster
     machine = context.solution.machine
-    if cluster.num_nodes > 1 and cluster.launcher != "ray":
+    if cluster.num_nodes > 1 and not context.launcher.many_machines:
+        able = " or ".join(spec.name for spec in LAUNCHERS.all() if spec.many_machines)
         message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
-        hint = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
-        yield Finding("cluster.num_nodes", message, hint, "1, or launcher ray", others=("cluster.launcher",))
+        hint = f"set cluster.launcher={able}, or num_nodes to 1; `embodrl plan train` looks at any number"
+        yield Finding("cluster.num_nodes", message, hint, f"1, or launcher {able}", others=("cluster.launcher",))
     hardware = cluster.hardware
     if hardware.name is None:
         return
@@ -110,7 +113,7 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes", here=True)
+@rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes", machine_specific=True)
 def native_is_one_process(context: Context) -> Iterator[Finding]:
     """Backends can use their devices: native ones are one process on one device."""
     config = context.config
@@ -129,7 +132,7 @@ def native_is_one_process(context: Context) -> Iterator[Finding]:
             message = f"{name} gets {len(devices)} device(s) and {len(processes)} process(es), but {key}"
             message += f" '{backend}' is 1 process on 1 device"
             yield Finding(KEY, message, f"place {name} on 0, or on all", "all, or one device", others=(key,))
-    if config.cluster.launcher == "ray":
+    if context.launcher.starts_everything:
         return
     actor = found.get("actor", [])
     rollout = found.get("rollout", [])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.config.rules.base import Context, note, path_kind, rule
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import ENVS
 
 STATISTICS = ("auto", "checkpoint", "data")

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from embodrl.config.rules.base import Context, Finding, multiples, note, rule
+from embodrl.config.rules.base import Context, multiples, note, rule
 from embodrl.config.schema import Config
+from embodrl.rule_set import Finding
 from embodrl.specs import ENV_SERVERS
 
 # `embodrl collect` gives up after so many; every attempt has the next seed.
@@ -77,8 +78,8 @@ def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
     if config.env.video.enabled:
         message = "is true, and simulators on other machines can't write videos into this run's directory"
         yield Finding("env.video.enabled", message, "set it to false", "false", others=others)
-    if config.cluster.launcher == "ray":
-        message = "'ray' starts processes on other machines itself"
+    if context.launcher.many_machines:
+        message = f"'{config.cluster.launcher}' starts processes on other machines itself"
         yield Finding("cluster.launcher", message, "place env on those machines, without env.remote", others=others)
     named = [key for key in config.cluster.component_placement if key.strip() == "env"]
     if named and context.by_user("cluster.component_placement"):

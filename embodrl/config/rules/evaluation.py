@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from embodrl.config.rules.base import Context, Finding, rule
+from embodrl.config.rules.base import Context, rule
 from embodrl.config.rules.simulators import tasks_exist
 from embodrl.names import nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import MODELS, EngineSpec, ModelSpec
 
 SETTINGS = "env.eval.settings"

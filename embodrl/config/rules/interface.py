@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from embodrl.config.policy_card import policy_directory, read_card
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, note, rule
 from embodrl.config.schema import ModelConfig
 from embodrl.interface import CONVERTED, Interface
+from embodrl.rule_set import Finding
 
 GRIPPERS: tuple[str, ...] = get_args(ModelConfig.model_fields["gripper"].annotation)
 KEYS = {"gripper": "model.gripper", "cameras": "env.cameras", "state": "env.include_state"}

@@ -14,11 +14,12 @@ from embodrl.config.policy_card import (
     read_card,
     without_weights,
 )
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.config.rules.base import Context, note, path_kind, rule
 from embodrl.errors import EmbodrlError
 from embodrl.fields import read_fields
 from embodrl.hub import parse
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import BUILT_IN_STATISTICS, MODELS, ModelSpec, families_of
 
 CONFIG = "config.json"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.rules.base import Context, note, path_kind, rule, value_of
 from embodrl.config.schema import OffPolicyConfig
+from embodrl.rule_set import Finding
 from embodrl.specs import LOSSES, MODELS
 
 SECTION = "algorithm.off_policy"
@@ -76,25 +77,6 @@ def off_policy_has_what_it_needs(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.component_placement", message, hint, others=others)
 
 
-@rule("algorithm.loss_type", "actor", "cluster")
-def small_actors_train_natively(context: Context) -> Iterator[Finding]:
-    """Actors with critics are small and gain nothing from sharding; gradients flow through critics beside them."""
-    if not context.loss.off_policy or context.loss.imitates:
-        return
-    actor = context.config.actor
-    placed = context.deployment
-    others = ("algorithm.loss_type",)
-    message = f"loss_type '{context.config.algorithm.loss_type}' trains a small actor, which gains nothing from"
-    message += " sharding, with gradients through critics in the same process"
-    if actor.training_backend != "native":
-        yield Finding("actor.training_backend", message, "set it to native", "native", others=others)
-    elif actor.own_process is not None:
-        yield Finding("actor.own_process", message, "set it to null", "null", others=others)
-    elif placed is not None and placed.trains_in_processes:
-        hint = "leave the placement of actor at its default, and cluster.launcher=process"
-        yield Finding("cluster.component_placement", message, hint, others=others)
-
-
 @rule("algorithm.off_policy", "algorithm.loss_type")
 def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
     """The subset is one of the critics, there is a share of demonstrations where there are some, and room to store."""
@@ -123,9 +105,9 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
-@rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type", "actor", "cluster")
+@rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type")
 def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
-    """What is imitated beside another loss is named and there; on-policy, the process that trains reads it."""
+    """What is imitated in addition to another loss is named and there."""
     algorithm = context.config.algorithm
     demos = f"{SECTION}.demos"
     if not algorithm.bc_coef:
@@ -139,14 +121,11 @@ def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
         message = "there are no demonstrations to imitate"
         hint = f"set {demos} to a directory of `embodrl collect`, or algorithm.bc_coef=0"
         yield Finding("algorithm.bc_coef", message, hint, "0", others=(demos,))
-    elif not context.loss.off_policy:  # off-policy, they are in a buffer, with rules of its own
-        if source not in context.made_before and path_kind(source) != "directory":
-            hint = "make it: embodrl collect collect.output_dir=..."
-            yield Finding(demos, f"there is no directory '{source}'", hint, "a directory", others=others)
-        if context.deployment is not None and context.deployment.trains_in_processes:
-            message = "demonstrations are read in the main process, which would not train"
-            hint = "set actor.training_backend=native and leave actor.own_process and placements at their defaults"
-            yield Finding("algorithm.bc_coef", message, hint, "0", others=("actor.training_backend",))
+    elif context.loss.off_policy or source in context.made_before:
+        return  # off-policy, they are in a buffer, with rules of its own
+    elif path_kind(source) != "directory":
+        hint = "make it: embodrl collect collect.output_dir=..."
+        yield Finding(demos, f"there is no directory '{source}'", hint, "a directory", others=others)
 
 
 @rule("algorithm.off_policy", "env.train", "model.num_action_chunks", "algorithm.rollout_epoch")
@@ -191,15 +170,13 @@ def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
 def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
     """Who takes control has a rule for it, and what it does serves SAC's critics and actor as demonstrations do."""
     algorithm = context.config.algorithm
-    kind = context.config.model.small_actor.kind
     key = f"{SECTION}.interventions"
     if not algorithm.off_policy.interventions:
         return
-    if algorithm.loss_type != "sac" or kind == "dsrl":
+    if algorithm.loss_type != "sac":
         message = "interventions are transitions of SAC's critics, in actions"
         hint = "choose algorithm=hil_serl, or set it to false"
-        others = ("algorithm.loss_type",) if algorithm.loss_type != "sac" else ("model.small_actor.kind",)
-        yield Finding(key, message, hint, "false", others=others)
+        yield Finding(key, message, hint, "false", others=("algorithm.loss_type",))
         return
     if not algorithm.off_policy.demo_fraction:
         message = "what the expert does would not be drawn: no part of a batch is from demonstrations"

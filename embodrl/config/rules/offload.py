@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, note, rule
+from embodrl.rule_set import Finding
 
 ACTOR = "actor.enable_offload"
 ROLLOUT = "rollout.enable_offload"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.presets import of_algorithm
-from embodrl.config.rules.base import Context, Finding, rule
+from embodrl.config.rules.base import Context, rule
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import PIPELINES
 
 

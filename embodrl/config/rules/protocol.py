@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.protocol import protocol_of
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, note, rule
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import ENVS, PROTOCOLS
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, rule
+from embodrl.config.rules.base import Context, rule
 from embodrl.config.schema import DEVICES
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_function
+from embodrl.rule_set import Finding
 
 
 @rule("env.real_time", "env.num_processes", "env.train.total_num_envs", "algorithm.off_policy")

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.config.rules.base import Context, note, path_kind, rule
 from embodrl.errors import EmbodrlError, PolicyFileError
 from embodrl.fields import read_fields
 from embodrl.names import import_function
+from embodrl.rule_set import Finding
 
 ENCODERS = ("pixels", "vjepa2")
 REWARD_MODEL = "embodrl_observation_model"
@@ -74,11 +75,6 @@ def reward_model_can_judge(context: Context) -> Iterator[Finding]:
     path = config.reward.model
     if path is None:
         return
-    if config.algorithm.loss_type == "recap":
-        message = "recap reads labels, and no rewards"
-        yield Finding(
-            key, message, "give it to `embodrl label --reward-model`", "null", others=("algorithm.loss_type",)
-        )
     if path_kind(path) != "directory":
         yield Finding(key, f"there is no directory '{path}'", "make it: embodrl reward train", "a directory")
     else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, note, rule
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
-from embodrl.specs import ENGINES
+from embodrl.rule_set import Finding
 
 KEY = "rollout.workflow"
 BACKEND = "rollout.backend"
@@ -48,18 +48,6 @@ def evaluations_play_no_workflow(context: Context) -> Iterator[Finding]:
     if context.verb == "eval" and path is not None and context.origin(KEY).kind != "argument":  # noted for itself
         message = f"{KEY}={path} is not played: evaluations observe, act and execute chunks in all environments at once"
         yield Finding("env.eval", message, "compare it with evaluations alone, not with the training's own success")
-
-
-@note("actor", "rollout")
-def sections_of_engines_have_their_engine(context: Context) -> Iterator[Finding]:
-    """A section that an engine brings does nothing without that engine."""
-    config = context.config
-    for section, chosen in ((config.actor, config.actor.training_backend), (config.rollout, config.rollout.backend)):
-        group, key = ("rollout", BACKEND) if section is config.rollout else ("actor", "actor.training_backend")
-        for name in set(type(section).model_fields) & set(ENGINES) - {chosen}:
-            if context.by_user(f"{group}.{name}"):
-                hint = f"leave it out, or add {group}={name}"
-                yield Finding(f"{group}.{name}", f"has no effect: {key} is not {name}", hint)
 
 
 REMOTE = "rollout.remote.urls"

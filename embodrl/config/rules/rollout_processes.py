@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, note, rule
 from embodrl.config.rules.cluster import KEY
 from embodrl.deployment.solver import driver_cannot_act
+from embodrl.rule_set import Finding
 
 SYNC = "rollout.weight_sync"
-
-
-@rule("cluster.launcher", here=True)
-def ray_is_installed(context: Context) -> Iterator[Finding]:
-    """Ray is an extra."""
-    if context.config.cluster.launcher == "ray" and importlib.util.find_spec("ray") is None:
-        message = "'ray' needs the package ray, which is not installed"
-        yield Finding("cluster.launcher", message, "pip install 'embodrl[ray]', or set it to process", "process")
-
-
-@rule("cluster.ray_address", "cluster.launcher", "cluster.num_nodes", here=True)
-def several_machines_are_there(context: Context) -> Iterator[Finding]:
-    """A Ray that a run starts has one machine."""
-    cluster = context.config.cluster
-    if cluster.launcher == "ray" and cluster.num_nodes > 1 and cluster.ray_address is None:
-        yield Finding(
-            "cluster.ray_address",
-            f"is null, which starts Ray on this machine alone, and cluster.num_nodes is {cluster.num_nodes}",
-            "start Ray on all machines (`ray start`), and set it to auto",
-            "auto, or HOST:PORT of a Ray that runs",
-            others=("cluster.num_nodes",),
-        )
 
 
 @rule("rollout.own_process", KEY, "cluster", "env.num_processes", "actor.training_backend", "rollout.backend")
@@ -45,7 +23,8 @@ def several_rollouts_are_processes(context: Context) -> Iterator[Finding]:
     if not driver_cannot_act(config, deployment.of("rollout")):
         return
     count = len(deployment.of("rollout"))
-    reason = "cluster.launcher is ray" if config.cluster.launcher == "ray" else f"{KEY} has {count} of them"
+    launcher = config.cluster.launcher
+    reason = f"cluster.launcher is {launcher}" if context.launcher.starts_everything else f"{KEY} has {count} of them"
     yield Finding(
         "rollout.own_process",
         f"is false, and rollouts can't run in the main process: {reason}",

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.config.rules.base import Context, note, path_kind, rule
+from embodrl.rule_set import Finding
 from embodrl.specs import ENVS
 
 

@@ -6,8 +6,9 @@ import ipaddress
 from collections.abc import Iterator
 
 from embodrl.config.policy_card import trained_delay
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.config.rules.base import Context, note, path_kind, rule
 from embodrl.config.schema import GrootKeysConfig, WireKeysConfig
+from embodrl.rule_set import Finding
 from embodrl.specs import MODELS, SERVE_PROTOCOLS
 
 LEAST_TOKEN = 8

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from embodrl.config.isolated import AUTO, installable
 from embodrl.config.other_systems import advice
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.rules.base import Context, note, path_kind, rule, value_of
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import ENVS, READABLE
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule, value_of
+from embodrl.config.rules.base import Context, note, rule, value_of
 from embodrl.config.schema import Config
+from embodrl.rule_set import Finding
 
 MOST_PIXELS = 4_194_304
 MOST_IMAGE_BYTES = 64 * 2**30

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.nodes import walk
-from embodrl.config.rules.base import Context, Finding
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, readers, reads
+from embodrl.rule_set import Finding
 
 COMMANDS = {"record": "collect policy=PATH"}
 """What a verb is called, where it is not its own name."""

@@ -1,6 +1,6 @@
 """The typed configuration, without logic: one module per section. Imports no torch.
 
-Every field's description is its documentation: docs/configuration.md is generated from it.
+Every field's description is its documentation: `embodrl explain KEY` and the reference of the site show it.
 """
 
 from embodrl.config.schema.algorithm import (
@@ -10,10 +10,7 @@ from embodrl.config.schema.algorithm import (
     DecoupledConfig,
     FilterConfig,
     KlConfig,
-    NftConfig,
-    OfflineConfig,
     OffPolicyConfig,
-    RltConfig,
     SamplingConfig,
     SrpoConfig,
 )
@@ -80,12 +77,10 @@ __all__ = [
     "LoggerConfig",
     "LoraConfig",
     "ModelConfig",
-    "NftConfig",
     "NodeGroupConfig",
     "NonNegativeFloat",
     "NonNegativeInt",
     "OffPolicyConfig",
-    "OfflineConfig",
     "OptimConfig",
     "PathText",
     "PipelineConfig",
@@ -95,7 +90,6 @@ __all__ = [
     "RecipeConfig",
     "RemoteRolloutConfig",
     "RewardConfig",
-    "RltConfig",
     "RolloutConfig",
     "RunnerConfig",
     "SamplingConfig",

@@ -176,59 +176,6 @@ class OffPolicyConfig(Section):
     )
 
 
-class RltConfig(Section):
-    """RLT: how far the actor goes from the frozen policy's actions; weights move over ramp_updates."""
-
-    reference_dropout: Fraction = Field(
-        default=0.5, description="share of the rows of an update whose actor does not see the reference action"
-    )
-    q_weight: NonNegativeFloat = Field(default=1.0, description="of the critics, in the actor's first update")
-    q_weight_end: PositiveFloat = Field(default=1.0, description="of the critics, from ramp_updates on")
-    bc_weight: NonNegativeFloat = Field(
-        default=1.0, description="of the squared distance to the reference, in the actor's first update"
-    )
-    bc_weight_end: NonNegativeFloat = Field(default=0.1, description="of that distance, from ramp_updates on")
-    ramp_updates: PositiveInt = Field(
-        default=2000, description="updates of the critics after critic_warm_up over which both weights move"
-    )
-
-
-class OfflineConfig(Section):
-    """IQL and RECAP: how much is learned from a dataset, and what its actions weigh or are called."""
-
-    updates: PositiveInt = Field(default=500, description="optimizer steps of an iteration")
-    expectile: Annotated[float, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
-        default=0.7, gt=0, lt=1, description="of the Q values that V becomes; 0.5 their mean, towards 1 their largest"
-    )
-    temperature: Annotated[NonNegativeFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
-        default=3.0, description="beta of the weights exp(beta A) of actions; 0 is plain imitation"
-    )
-    max_weight: Annotated[PositiveFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
-        default=100.0, description="largest weight of an action"
-    )
-    tag: Annotated[str, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
-        default="recap", description="RECAP: of the labels that `embodrl label` has written beside the data"
-    )
-    condition_dropout: Annotated[Fraction, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
-        default=0.3, description="RECAP: share of the frames whose instruction does not say the advantage"
-    )
-    label_smoothing_bins: NonNegativeFloat = Field(
-        default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
-    )
-
-
-class NftConfig(Section):
-    """Negative-aware fine-tuning of flow policies."""
-
-    objective: Literal["weighted", "contrastive"] = Field(
-        default="contrastive",
-        description="contrastive: chunks rank the two mirrored velocities (pi-StepNFT); weighted: their squared errors,"
-        " weighted by how good a chunk was (DiffusionNFT)",
-    )
-    beta: PositiveFloat = Field(default=1.0, description="of the difference by which velocities are mirrored")
-    max_advantage: PositiveFloat = Field(default=1.0, description="advantages beyond it count as this")
-
-
 class DaggerConfig(Section):
     """DAgger, HG-DAgger and interventions: when an expert acts in the policy's place."""
 
@@ -365,15 +312,6 @@ class AlgorithmConfig(Section):
         " are those of algorithm.off_policy.demos",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
-    rlt: Annotated[RltConfig, AppliesIf("algorithm.loss_type", ("rlt",))] = Field(
-        default=RltConfig(), description="RLT: a small actor on an RL token"
-    )
-    offline: Annotated[OfflineConfig, AppliesIf("loss.offline", reason="the loss learns from rollouts")] = Field(
-        default=OfflineConfig(), description="IQL and RECAP"
-    )
-    nft: Annotated[NftConfig, AppliesIf("algorithm.loss_type", ("nft",))] = Field(
-        default=NftConfig(), description="negative-aware fine-tuning of flow policies"
-    )
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
     sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="how actions are drawn")
 

@@ -11,12 +11,14 @@ from embodrl.config.schema.section import (
     WORKERS,
     AppliesIf,
     GroupRanks,
+    NameOf,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Ranks,
     Section,
 )
+from embodrl.specs import LAUNCHERS
 
 
 class HardwareConfig(Section):
@@ -46,13 +48,15 @@ class ClusterConfig(Section):
     num_nodes: Annotated[PositiveInt, WORKERS] = Field(
         default=1, le=10_000, description="machines; more than one needs launcher ray"
     )
-    launcher: Annotated[Literal["process", "ray"], WORKERS] = Field(
+    launcher: Annotated[str, NameOf(LAUNCHERS, "for_runs"), WORKERS] = Field(
         default="process",
         description="how actor and rollout processes are started; ray: as Ray actors, except for the main process",
     )
-    ray_address: Annotated[str | None, AppliesIf("cluster.launcher", ("ray",)), WORKERS] = Field(
-        default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here"
-    )
+    ray_address: Annotated[
+        str | None,
+        AppliesIf("launcher.many_machines", reason="the launcher starts processes on this machine only"),
+        WORKERS,
+    ] = Field(default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="of the policy; auto takes a GPU if there is one"
     )

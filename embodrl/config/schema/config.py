@@ -33,8 +33,9 @@ WIDENED: Mapping[str, type[Section]] = {
     "actor": ActorConfig,
     "rollout": RolloutConfig,
     "serve": ServeConfig,
+    "cluster": ClusterConfig,
 }
-"""Sections that have further ones, of estimators and losses, engines and protocols."""
+"""Sections that have further ones, of estimators and losses, engines, protocols and launchers."""
 
 
 class Config(Section):
@@ -61,7 +62,7 @@ class Config(Section):
     rollout: Annotated[SerializeAsAny[RolloutConfig], POLICY] = Field(
         default=RolloutConfig(), description="inference backend"
     )
-    cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")
+    cluster: SerializeAsAny[ClusterConfig] = Field(default=ClusterConfig(), description="devices and placement")
     runner: Annotated[RunnerConfig, TRAINING] = Field(
         default=RunnerConfig(), description="loop, evaluation, checkpoints, logs"
     )
@@ -152,7 +153,8 @@ def section_class(name: str, section: Mapping[str, object]) -> type[Section]:
     if name == "env":
         return env_settings(section.get("env_type", DEFAULT_ENV))
     if name == "model":
-        return model_settings(section.get("model_type", DEFAULT_MODEL))
+        settings = model_settings(section.get("model_type", DEFAULT_MODEL))
+        return with_sections(settings, present_in(name, section, settings))
     return with_sections(WIDENED[name], present_in(name, section, WIDENED[name]))
 
 

@@ -6,8 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import POLICY, AppliesIf, PathText, PositiveFloat, PositiveInt, ReadBy, Section
-from embodrl.specs import DEFAULT_MODEL
+from embodrl.config.schema.section import (
+    POLICY,
+    AppliesIf,
+    NameOf,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    ReadBy,
+    Section,
+)
+from embodrl.specs import DEFAULT_MODEL, SMALL_ACTORS
 
 
 class LoraConfig(Section):
@@ -37,7 +46,7 @@ class ValueHeadConfig(Section):
 class SmallActorConfig(Section):
     """A small Gaussian actor that learns off-policy on a frozen policy of any family."""
 
-    kind: Literal["residual", "dsrl", "rlt"] | None = Field(
+    kind: Annotated[str, NameOf(SMALL_ACTORS)] | None = Field(
         default=None,
         description="residual: adds to the action; dsrl: chooses the noise that a flow policy denoises; rlt: chooses"
         " the action, from an RL token and the policy's own; null: none, or that of the checkpoint",

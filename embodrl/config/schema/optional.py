@@ -12,7 +12,7 @@ from pydantic import Field, create_model
 from embodrl.config.schema.section import Section
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_object
-from embodrl.specs import ADVANTAGES, ENGINES, LOSSES, SERVE_PROTOCOLS, VERBS
+from embodrl.specs import ADVANTAGES, ENGINES, LAUNCHERS, LOSSES, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS
 
 S = TypeVar("S", bound=Section)
 CHOSEN_BY = {
@@ -20,12 +20,16 @@ CHOSEN_BY = {
     "rollout": ("backend",),
     "serve": ("protocols",),
     "algorithm": ("adv_type", "loss_type"),
+    "cluster": ("launcher",),
+    "model": ("small_actor.kind",),
 }
 """Section with further ones -> its keys that name those in use."""
+BY_NAME = {"serve": SERVE_PROTOCOLS, "cluster": LAUNCHERS, "model": SMALL_ACTORS}
+"""Section -> the registry whose entries bring sections of their names."""
 
 
 def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
-    """Return the classes of those sections, of these names, that engines, protocols, functions or verbs bring.
+    """Return the classes of those sections, of these names, that a registered part brings.
 
     Args:
         path: of the section that they are in; "" for the whole configuration.
@@ -35,17 +39,26 @@ def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
     if path == "":
         known = {name: section for spec in VERBS.all() for name, section in spec.sections.items()} if wanted else {}
         found: dict[str, object] = {name: known.get(name) for name in wanted}
-    elif path == "serve":
-        found = {name: SERVE_PROTOCOLS.entry(name).settings for name in wanted if name in SERVE_PROTOCOLS}
+    elif path in BY_NAME:
+        registry = BY_NAME[path]
+        found = {name: registry.entry(name).settings for name in wanted if name in registry}
     elif path == "algorithm":
-        found = {}
-        for registry in (ADVANTAGES, LOSSES):
-            specs = [registry.entry(name) for name in wanted if name in registry.names()]  # no module:function
-            found |= {spec.name: spec.settings for spec in specs if spec.settings is not None}
+        found = _sections_of_functions(wanted)
     else:
         fact = "training_settings" if path == "actor" else "rollout_settings"
         found = {name: getattr(ENGINES.entry(name), fact) for name in wanted if name in ENGINES}
     return {name: _class_of(name, section) for name, section in found.items() if section is not None}
+
+
+def _sections_of_functions(wanted: Iterable[str]) -> dict[str, object]:
+    """Return the settings by section; a name is that of a function, or of a section that several functions share."""
+    found: dict[str, object] = {}
+    for name in wanted:
+        # Not ``in functions``, which would import what is given as module:function.
+        specs = [functions.entry(name) for functions in (ADVANTAGES, LOSSES) if name in functions.names()]
+        specs = specs or [spec for spec in LOSSES.all() if spec.section == name]
+        found |= {spec.section or spec.name: spec.settings for spec in specs if spec.settings is not None}
+    return found
 
 
 def _class_of(name: str, section: object) -> type[Section]:
@@ -69,10 +82,21 @@ def _class_of(name: str, section: object) -> type[Section]:
 def present_in(path: str, section: Mapping[str, object], base: type[Section]) -> dict[str, type[Section]]:
     """Return the further sections of a mapping: those that it has keys for, and those in use."""
     names = [name for name in section if name not in base.model_fields]
-    for chosen in (section.get(key) for key in CHOSEN_BY.get(path, ())):
+    for chosen in (_value_at(section, key) for key in CHOSEN_BY.get(path, ())):
         items = cast(Iterable[object], chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
         names += [name for name in items if isinstance(name, str)]
     return sections_of(path, (name for name in dict.fromkeys(names) if name not in base.model_fields))
+
+
+def _value_at(section: Mapping[str, object], key: str) -> object:
+    """Return the value of a dotted key; None if there is none."""
+    *parents, last = key.split(".")
+    for name in parents:
+        below = section.get(name)
+        if not isinstance(below, Mapping):
+            return None
+        section = cast(Mapping[str, object], below)
+    return section.get(last)
 
 
 def with_sections(base: type[S], sections: Mapping[str, type[Section]]) -> type[S]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import SftConfig
 from embodrl.data.facts import data_directory, read_facts
 from embodrl.errors import EmbodrlError, UsageError
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SimulatorSpec
 
 NAME = "dataset"
@@ -17,14 +18,14 @@ RULES = RuleSet()
 
 
 def no_simulator(*_: object, **__: object) -> NoReturn:
-    """Raise UsageError: there is nothing to act in."""
+    """Raise UsageError: a dataset has no environment to act in."""
     raise UsageError("env=dataset has no environment to act in", "name a simulator: `embodrl list envs`")
 
 
 def fill(given: object) -> tuple[str, dict[str, object]]:
-    """Return the settings that follow from the dataset in ``sft.data_dir``, if it can be read.
+    """Return the settings that follow from the dataset in ``sft.data_dir``, if readable.
 
-    If not, `embodrl sft` says why before it starts anything.
+    Otherwise `embodrl sft` reports the reason before it starts anything.
     """
     tree = cast(dict[str, Any], given)
     sft: dict[str, Any] = tree.get("sft") or {}
@@ -38,13 +39,13 @@ def fill(given: object) -> tuple[str, dict[str, object]]:
     values: dict[str, object] = {"env.include_state": facts.state_dim > 0}
     values |= {"model.action_dim": facts.action_dim} if facts.action_dim else {}
     values |= {"env.cameras": cameras} if cameras else {}
-    if isinstance(chunk, int) and chunk > 0:  # rules about episodes, of which there are none, hold
+    if isinstance(chunk, int) and chunk > 0:  # there are no episodes, so rules about them hold
         values |= {"env.max_episode_steps": 100 * chunk, "env.train.max_steps_per_rollout_epoch": 100 * chunk}
     return DATA_DIR, values
 
 
 def _keys(sft: dict[str, Any]) -> dict[str, str]:
-    """Return ``sft.keys`` as it is given; what does not map names to names is reported with the configuration."""
+    """Return ``sft.keys`` as given; an invalid mapping is reported with the configuration."""
     given = sft.get("keys")
     names = cast(dict[object, object], given) if isinstance(given, dict) else {}
     return {str(ours): str(theirs) for ours, theirs in names.items()}
@@ -56,10 +57,10 @@ def actions_are_those_of_the_data(context: Context) -> Iterator[Finding]:
     config = context.config
     try:
         found = read_facts(data_directory(config.sft.data_dir), config.sft.keys).action_dim
-    except EmbodrlError:  # reported by the verb
+    except EmbodrlError:  # reported by the command
         return
     if found != config.model.action_dim:
-        message = f"actions in {config.sft.data_dir} have {found} dimensions, and it is {config.model.action_dim}"
+        message = f"actions in {config.sft.data_dir} have {found} dimensions, but it is {config.model.action_dim}"
         yield Finding("model.action_dim", message, "leave it out", str(found), others=(DATA_DIR,))
 
 
@@ -73,6 +74,6 @@ SPEC = SimulatorSpec(
     actions="those of the data",
     camera_list="those of the data",
     expert_tasks=(),
-    demonstrations="it is made of demonstrations",
+    demonstrations="it consists of demonstrations",
     verified="everywhere",
 )

@@ -1,1 +1,1 @@
-"""Simulators for runs on other machines: `embodrl env serve`, and what a run has in place of such a simulator."""
+"""Simulators for runs on other machines: `embodrl env serve`, and the run's side of such a simulator."""

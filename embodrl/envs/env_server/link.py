@@ -1,11 +1,11 @@
-"""Frames between a run and an env server over TCP: bounded, without pickles, both sides proven to know the token.
+"""Messages between a run and an env server over TCP: bounded, pickle-free, with mutual proof of the token.
 
-A message is a header and a value of ``processes.codec``. Every request has a serial number, which its answer repeats:
-a client that reconnects sends its last request again, and the server answers from memory what it has done already. Both
-sides send a sign of life every ``PING_S``; a connection that is silent for ``SILENCE_S`` counts as cut.
+A message is a header and a value of ``processes.codec``. Every request has a serial number that its answer repeats: a
+client that reconnects resends its last request, and the server answers completed requests from memory. Both sides send
+a keep-alive every ``PING_S``; a connection silent for ``SILENCE_S`` counts as cut.
 
-The token itself is never sent: both sides draw a number and show that they know the token by an HMAC of the two. What
-follows is neither encrypted nor signed; across a network of others it belongs into a tunnel.
+The token itself is never sent: both sides draw a number and prove knowledge of the token by an HMAC of the two. Later
+traffic is neither encrypted nor signed; use a tunnel across untrusted networks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from embodrl import __version__
 from embodrl.envs.pool.transport import ResultSlot
 from embodrl.errors import EnvError, EnvProtocolError, MessageError
 from embodrl.fields import Fields
 from embodrl.processes.codec import decode, encode
 from embodrl.processes.frames import Frame, Kind
 from embodrl.types import EnvStep, Observation
+from embodrl.version import __version__
 
 PING_S = 2.0
 SILENCE_S = 8.0
@@ -44,13 +44,13 @@ _HINT = "run the same version of embodrl on both machines"
 
 
 class LinkMessage(NamedTuple):
-    """A frame with the number of the request that it is, or answers."""
+    """A frame with the serial number of its request."""
 
     serial: int
     frame: Frame
 
     def encode(self) -> bytes:
-        """Return it as it is sent."""
+        """Return the encoded message."""
         kind = self.frame.kind
         number = self.frame.number
         argument = self.frame.argument
@@ -62,11 +62,7 @@ class LinkMessage(NamedTuple):
 
 
 class Link:
-    """One TCP connection; one thread receives, several may send.
-
-    Args:
-        sock: connected; the link closes it.
-    """
+    """One TCP connection; one thread receives, several may send. Takes over a connected socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(SILENCE_S)
@@ -77,7 +73,7 @@ class Link:
         self.max_bytes = _MAX_HELLO_BYTES
 
     def begin_pings(self) -> None:
-        """Let a thread send signs of life until the link is closed; from here on messages may be long."""
+        """Send keep-alives from a thread until the link is closed; from here on messages may be long."""
         self.max_bytes = MAX_MESSAGE_BYTES
 
         def ping() -> None:
@@ -90,34 +86,25 @@ class Link:
         threading.Thread(target=ping, name="env-link", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """Send a whole message.
-
-        Raises:
-            OSError: the connection is cut, or nothing could be sent for ``SILENCE_S``.
-        """
+        """Send a whole message; OSError if the connection is cut, or nothing could be sent for ``SILENCE_S``."""
         rest = memoryview(data)
         with self._sending:
             while rest:
                 rest = rest[self._sock.send(rest[:_PIECE_BYTES]) :]
 
     def receive(self) -> LinkMessage:
-        """Return the next message.
-
-        Raises:
-            OSError: the connection is cut or silent.
-            MessageError: what arrived is no message.
-        """
+        """Return the next message; OSError if the connection is cut or silent, MessageError if the data is invalid."""
         while True:
             kind, serial, number, argument, length = _HEADER.unpack(self._take(_HEADER.size))
             if kind:
                 break
         if kind not in set(Kind) or length > self.max_bytes:
-            raise MessageError(f"kind {kind} with {length} bytes is no message of an env server", _HINT)
+            raise MessageError(f"kind {kind} with {length} bytes is not a message of an env server", _HINT)
         value = decode(self._take(length)) if length else None
         return LinkMessage(serial, Frame(Kind(kind), number, argument, value))
 
     def _take(self, count: int) -> bytearray:
-        data = bytearray()  # grows with what arrives: the announced size is not believed
+        data = bytearray()  # grows with the received data: the announced size is not trusted
         while len(data) < count:
             piece = self._sock.recv(min(_PIECE_BYTES, count - len(data)))
             if not piece:
@@ -126,20 +113,20 @@ class Link:
         return data
 
     def close(self) -> None:
-        """Close the connection; who receives or sends gets an OSError."""
+        """Close the connection; blocked senders and receivers get an OSError."""
         self._closed.set()
-        with contextlib.suppress(OSError):  # it is cut already
+        with contextlib.suppress(OSError):  # already cut
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
 def prove(token: str, role: str, server_nonce: str, client_nonce: str) -> str:
-    """Return what shows that ``role`` knows the token: HMAC-SHA256 (RFC 2104) over both sides' random numbers."""
+    """Return the proof that ``role`` knows the token: HMAC-SHA256 (RFC 2104) over both sides' random numbers."""
     return hmac.new(token.encode(), f"{role}:{server_nonce}:{client_nonce}".encode(), "sha256").hexdigest()
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
-    """Return what ``tcp://HOST:PORT`` names; None if the text is not of that form."""
+    """Parse ``tcp://HOST:PORT``; None if the text has another form."""
     try:
         parts = urlsplit(address)
         port = parts.port
@@ -152,9 +139,8 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 def connect(address: str, token: str | None, hello: Mapping[str, object], timeout_s: float = HANDSHAKE_S) -> Link:
     """Return a connection to an env server that has accepted ``hello``.
 
-    Raises:
-        OSError: the server can't be reached.
-        EnvError: it refuses, has another version, or does not know the token.
+    Raises OSError if the server can't be reached, EnvError if it refuses, has another version, or does not know the
+    token.
     """
     place = host_and_port(address)
     if place is None:
@@ -186,7 +172,9 @@ def _shake_hands(link: Link, address: str, token: str | None, hello: Mapping[str
         raise EnvError(f"the env server {address} {refused}", answer.text("hint"), code=answer.text("code"))
     shown = answer.text("proof").encode()
     wanted = prove(token or "", "server", nonce, mine).encode()
-    if (asks or token) and not (asks and hmac.compare_digest(shown, wanted)):  # who asks for none may be anybody
+    if (asks or token) and not (
+        asks and hmac.compare_digest(shown, wanted)
+    ):  # a server that asks for no token can't be authenticated
         message = f"the env server {address} does not know the token"
         raise EnvError(message, "check env.remote and EMBODRL_TOKEN", code="env-remote-token")
 
@@ -198,7 +186,7 @@ def _fields(message: LinkMessage, address: str) -> Fields:
 
 
 def pack_observation(observation: Observation) -> dict[str, object]:
-    """Return an observation as it is sent."""
+    """Encode an observation."""
     return {
         "images": observation.images,
         "state": observation.state,
@@ -208,7 +196,7 @@ def pack_observation(observation: Observation) -> dict[str, object]:
 
 
 def pack_step(step: EnvStep) -> dict[str, object]:
-    """Return the outcome of a chunk as it is sent; of a final observation the valid rows only."""
+    """Encode the outcome of a chunk; of a final observation only the valid rows."""
     packed: dict[str, object] = {name: getattr(step, name) for name in _PER_STEP}
     packed["observation"] = pack_observation(step.observation)
     final = step.final_observation
@@ -221,10 +209,9 @@ def pack_step(step: EnvStep) -> dict[str, object]:
 
 
 def write_result(slot: ResultSlot, content: object, is_step: bool) -> None:
-    """Write what ``pack_step`` or ``pack_observation`` returned into a slot, which checks shapes and dtypes.
+    """Write the output of ``pack_step`` or ``pack_observation`` to a slot, which checks shapes and dtypes.
 
-    Raises:
-        EmbodrlError: it does not fit the EnvSpec.
+    Raises EmbodrlError on a mismatch with the EnvSpec.
     """
     fields = Fields(_mapping(content), "an answer of the env server", EnvProtocolError, _HINT)
     if not is_step:
@@ -258,7 +245,7 @@ def _array(fields: Fields, name: str) -> np.ndarray:
 
 
 def _spread(part: Observation, slot: ResultSlot, rows: np.ndarray) -> Observation:
-    """Return the rows of a final observation at their places in the batch."""
+    """Scatter the rows of a final observation to their places in the batch."""
     whole = {name: np.zeros_like(slot.arrays[f"final_{name}"]) for name in ("images", "state", "task_id")}
     instruction = [""] * len(whole["task_id"])
     try:

@@ -1,9 +1,8 @@
-"""What runs here for a simulator on another machine: it passes an EnvManager's frames on to an env server.
+"""Local stand-in for a simulator on another machine: forwards an EnvManager's frames to an env server.
 
-To the EnvManager it is a simulator process like others, with the same frames and the same shared memory; the
-server supervises the simulator, and reports its end. While the connection is away this process tries to get it
-back for ``RemoteEnv.reconnect_s``, and the request in progress is sent again; then it ends, and the simulator counts as
-dead.
+The EnvManager sees an ordinary simulator process with the same frames and shared memory; the server supervises the
+simulator and reports its end. If the connection is cut, the relay reconnects for up to ``RemoteEnv.reconnect_s`` and
+resends the request in progress; after that it ends, and the simulator counts as dead.
 """
 
 from __future__ import annotations
@@ -32,11 +31,7 @@ logger = logging.getLogger("embodrl.envs")
 
 
 def probe(address: str) -> None:
-    """Check that an env server answers, runs the same version and knows the same token.
-
-    Raises:
-        EnvError: it does not.
-    """
+    """Check that an env server answers, runs the same version and knows the same token; EnvError if not."""
     try:
         connect(address, os.environ.get(TOKEN_VARIABLE), {}).close()
     except OSError as error:
@@ -44,17 +39,12 @@ def probe(address: str) -> None:
 
 
 def _unreachable(address: str, problem: str) -> EnvError:
-    hint = "start `embodrl env serve` there, and check env.remote and what lies between"
+    hint = "start `embodrl env serve` there, and check env.remote and the network in between"
     return EnvError(f"the env server {address} can't be reached: {problem}", hint, code="env-remote-unreachable")
 
 
 class RemoteSimulator:
-    """The run's end of a simulator on an env server.
-
-    Args:
-        remote: the fields of a ``RemoteEnv``.
-        token: that the server asks for.
-    """
+    """The run's end of a simulator on an env server, given the fields of a ``RemoteEnv`` and the token."""
 
     def __init__(self, remote: Fields, token: str | None) -> None:
         self._address = remote.text("address")
@@ -69,20 +59,12 @@ class RemoteSimulator:
         self._lost: EmbodrlError | None = None
 
     def start(self) -> None:
-        """Connect; a thread keeps the connection from then on.
-
-        Raises:
-            EnvError: the server can't be reached in time, or refuses.
-        """
+        """Connect, and keep the connection alive from a thread; EnvError if refused or not connected in time."""
         link = self._connect(resume=False)
         threading.Thread(target=self._keep, args=(link,), name="env-server", daemon=True).start()
 
     def ask(self, frame: Frame) -> Frame:
-        """Return the server's answer to a request, however often the connection is cut meanwhile.
-
-        Raises:
-            EmbodrlError: the simulator is lost.
-        """
+        """Return the answer to a request, reconnecting as needed; EmbodrlError if the simulator is lost."""
         with self._changed:
             self._serial += 1
             self._answer = None
@@ -93,7 +75,7 @@ class RemoteSimulator:
             try:
                 link.send(asked)
             except OSError:
-                link.close()  # the other thread connects, and sends it again
+                link.close()  # the other thread reconnects and resends it
         with self._changed:
             self._changed.wait_for(lambda: self._answer is not None or self._lost is not None)
             if self._answer is None:
@@ -111,7 +93,7 @@ class RemoteSimulator:
                 while True:
                     self._take(link.receive())
             except OSError as error:
-                logger.warning("connection to %s lost: %s", self._address, error)
+                logger.warning("lost connection to %s: %s", self._address, error)
             except EmbodrlError as error:
                 return self._end(error)
             finally:
@@ -122,11 +104,11 @@ class RemoteSimulator:
                 link = self._connect(resume=True)
             except EmbodrlError as error:
                 return self._end(error)
-            logger.warning("connected to %s again", self._address)
+            logger.warning("reconnected to %s", self._address)
 
     def _take(self, message: LinkMessage) -> None:
         with self._changed:
-            if message.serial == self._serial:  # else the answer to a request that was sent twice
+            if message.serial == self._serial:  # otherwise a duplicate answer to a resent request
                 self._answer = message.frame
                 self._changed.notify_all()
 
@@ -145,18 +127,14 @@ class RemoteSimulator:
                 if time.monotonic() >= deadline:
                     raise _unreachable(self._address, f"for {self._reconnect_s:g} s: {error}") from error
             except EnvError as error:
-                # A restart comes before the server has reaped the simulator that it replaces.
+                # A restart may arrive before the server has reaped the simulator it replaces.
                 if error.code != "env-remote-ending" or time.monotonic() >= deadline:
                     raise
             time.sleep(_PAUSE_S)
 
 
 class Relay:
-    """Answers an EnvManager's frames with what the server says.
-
-    Args:
-        start: fields of the START frame.
-    """
+    """Answers an EnvManager's frames from the server; ``start`` are the fields of the START frame."""
 
     def __init__(self, start: Fields) -> None:
         self._start = start
@@ -164,11 +142,7 @@ class Relay:
         self._simulator = RemoteSimulator(start.fields("remote"), os.environ.get(TOKEN_VARIABLE))
 
     def answer(self, frame: Frame) -> Frame:
-        """Return the answer to a frame.
-
-        Raises:
-            EnvWorkerDied: the simulator is lost.
-        """
+        """Return the answer to a frame; EnvWorkerDied if the simulator is lost."""
         answer = self._simulator.ask(Frame(frame.kind, frame.number, frame.argument, self._content(frame)))
         if answer.kind == Kind.CLOSE:
             raise EnvWorkerDied(str(answer.value))
@@ -187,7 +161,6 @@ class Relay:
         return self._ring
 
     def _content(self, frame: Frame) -> Any:
-        """Return what the server has to know of a request."""
         if frame.kind == Kind.START:
             self._simulator.start()
             remote = self._start.fields("remote")
@@ -202,7 +175,7 @@ class Relay:
 
 
 def main(socket_fd: int) -> None:
-    """Serve until asked to close or until the parent has gone."""
+    """Serve until closed or until the parent has ended."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         connection, start = begin(socket_fd)
@@ -222,5 +195,5 @@ def main(socket_fd: int) -> None:
     except PeerGoneError:
         leave(0)
     except EmbodrlError as error:
-        logger.error("%s", error)  # the end of its log is part of the EnvManager's message
+        logger.error("%s", error)  # the end of its log becomes part of the EnvManager's message
         leave(1)

@@ -1,11 +1,10 @@
 """`embodrl env serve`: simulator processes for runs on other machines.
 
-Each simulator is an EnvManager here, with the watchdog that it would have beside the run. A session outlives its
-connection: it carries out each request once, by its serial number, and keeps the last answer until the next request,
-so that a run that connects again within its ``reconnect_s`` misses nothing and repeats nothing. Later, and when the run
-says goodbye, the simulator ends.
+Each simulator is an EnvManager with the usual watchdog. A session outlives its connection: it executes each request
+once, identified by serial number, and keeps the last answer until the next request, so that a run reconnecting within
+its ``reconnect_s`` misses and repeats nothing. After that time, or when the run says goodbye, the simulator ends.
 
-A client names a registered environment and its settings, and no code: neither modules nor interpreters.
+A client names a registered environment and its settings, never code: neither modules nor interpreters.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from embodrl import __version__
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.trust import CODE_SETTINGS
 from embodrl.deployment.topology import assign_cpus
@@ -37,22 +35,22 @@ from embodrl.fields import Fields
 from embodrl.processes.frames import Frame, Kind
 from embodrl.processes.serve import describe_error
 from embodrl.specs import ENVS
+from embodrl.version import __version__
 
 logger = logging.getLogger("embodrl.envs")
 
 MAX_RECONNECT_S = 3600.0
-_MAX_STRANGERS = 16  # connections that have not shown yet that they know the token
+_MAX_STRANGERS = 16  # unauthenticated connections
 _LOOK_S = 0.5
 
 
 class SimulatorSession:
-    """One simulator, and the run that it is for.
+    """One simulator and the run it serves.
 
     Args:
-        reconnect_s: how long it waits for a run whose connection is cut.
-        extensions: modules that its process imports first.
-        core: to bind its process to, as (cpu, NUMA node).
-        log_dir: of the simulator's output; None for none.
+        reconnect_s: seconds to wait for a run whose connection is cut.
+        extensions: modules its process imports first.
+        core: (cpu, NUMA node) to bind its process to.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class SimulatorSession:
             previous.close()
 
     def detach(self, link: Link) -> None:
-        """A connection is cut; if it is the present one, the time of ``reconnect_s`` begins."""
+        """Handle a cut connection; if it is the current one, start the ``reconnect_s`` timer."""
         link.close()
         with self._lock:
             if self._link is link:
@@ -90,22 +88,18 @@ class SimulatorSession:
                 self._lost_at = time.monotonic()
 
     def is_over(self) -> bool:
-        """Return whether the time to come back has passed. The run may notice a cut later, by one silence."""
+        """Whether the time to reconnect is over, plus one silence period: the run may notice a cut later."""
         away = time.monotonic() - self._lost_at
         return self._link is None and away > self.reconnect_s + 2 * SILENCE_S
 
     def take(self, message: LinkMessage) -> None:
-        """Carry out a request that is new; answer one that has been carried out again.
-
-        Raises:
-            MessageError: it is neither the next nor the last one.
-        """
+        """Execute a new request; answer a resent one from memory. MessageError for any other serial number."""
         with self._lock:
             again = message.serial == self._serial
             answer = self._answer
             link = self._link
             if not again and message.serial != self._serial + 1:
-                raise MessageError(f"request {message.serial} after {self._serial}", "this is a bug of the client")
+                raise MessageError(f"request {message.serial} after {self._serial}", "this is a bug in the client")
             if not again:
                 self._serial = message.serial
                 self._answer = b""
@@ -119,11 +113,10 @@ class SimulatorSession:
         self._requests.put(None)
 
     def is_alive(self) -> bool:
-        """Return whether the simulator has not ended yet."""
+        """Whether the simulator is still running."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the simulator has ended."""
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
@@ -132,11 +125,11 @@ class SimulatorSession:
             try:
                 answer = Frame(Kind.OK, frame.number, frame.argument, self._carry_out(frame))
                 data = LinkMessage(message.serial, answer).encode()
-            except (EnvWorkerDied, EnvTimeout) as error:  # a simulator that is gone is the run's to restart
+            except (EnvWorkerDied, EnvTimeout) as error:  # the run restarts a dead simulator
                 logger.warning("%s", error)
                 answer = Frame(Kind.CLOSE, value=str(error))
                 data = LinkMessage(message.serial, answer).encode()
-            except Exception as error:  # noqa: BLE001 - process border: the run raises it
+            except Exception as error:  # noqa: BLE001 - process boundary: the run raises it
                 answer = Frame(Kind.RAISED, value=self._describe(error))
                 data = LinkMessage(message.serial, answer).encode()
             with self._lock:
@@ -175,8 +168,8 @@ class SimulatorSession:
             hint = "start it with --extension MODULE, which registers the environment"
             raise EnvError(message, hint, code="env-remote-unknown")
         if named := sorted(key for key, value in kwargs.items() if _names_code(key, value)):
-            message = f"{', '.join(named)} would run code here that a client names, or drive a robot without its limits"
-            hint = "register the environment under a name of its own in a module, and give it to --extension"
+            message = f"{', '.join(named)} would run client-supplied code here, or drive a robot without its limits"
+            hint = "register the environment under its own name in a module, and pass the module to --extension"
             raise EnvError(message, hint, code="env-remote-code")
         timeouts = start.fields("timeouts")
         cpu, numa_node = self.core if start.flag("pin_cpus") else (None, None)
@@ -197,7 +190,7 @@ class SimulatorSession:
 
 
 def _names_code(key: str, value: object) -> bool:
-    """Return whether an argument of an environment is one that ``CODE_SETTINGS`` has, or ``module:name``."""
+    """Whether an environment argument is one of ``CODE_SETTINGS`` or a ``module:name``."""
     return value is not None and (f"env.{key}" in CODE_SETTINGS or (isinstance(value, str) and ":" in value))
 
 
@@ -214,7 +207,9 @@ def _simulate(manager: EnvManager, frame: Frame) -> object:
         return manager.call(request.text("method"), request.fields("arguments").content)
     if frame.kind in (Kind.GET_STATE, Kind.OFFLOAD):
         state = manager.get_state()
-        if frame.kind == Kind.OFFLOAD:  # the whole process: what its libraries hold is worth more than a quicker return
+        if (
+            frame.kind == Kind.OFFLOAD
+        ):  # end the whole process: releasing its libraries' memory is worth a slower return
             manager.close()
         return state
     if frame.kind in (Kind.SET_STATE, Kind.ONLOAD):
@@ -235,12 +230,12 @@ def _mapping(value: object) -> dict[str, object]:
 def _array(request: dict[str, object], name: str) -> np.ndarray:
     value = request.get(name)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "bif":
-        raise MessageError(f"'{name}' is no array of numbers")
+        raise MessageError(f"'{name}' is not an array of numbers")
     return value
 
 
 def _send(link: Link | None, data: bytes) -> None:
-    """Send an answer if there is a connection; otherwise it waits for the next one."""
+    """Send an answer if connected; otherwise keep it for the next connection."""
     if link is not None:
         try:
             link.send(data)
@@ -249,18 +244,14 @@ def _send(link: Link | None, data: bytes) -> None:
 
 
 class TcpEnvServer:
-    """Listens for runs.
+    """Listens for runs at ``address``, ``tcp://HOST:PORT``.
 
     Args:
-        host: address to listen on.
-        port: 0 takes a free one.
-        token: that runs must know; None asks for none.
-        max_processes: simulators at a time, with those that are still ending.
-        extensions: modules that register further environments; imported here and by the simulators.
-        log_dir: of the simulators' output; None for none.
-
-    Attributes:
-        address: where it listens, ``tcp://HOST:PORT``.
+        port: 0 picks a free port.
+        token: token required from runs; None requires none.
+        max_processes: maximum number of simulators at a time, including those being shut down.
+        extensions: modules that register further environments, imported here and by the simulators.
+        log_dir: directory for the simulators' output; None for none.
 
     Raises:
         EnvError: the address is not available.
@@ -302,7 +293,7 @@ class TcpEnvServer:
                     sock, _ = self._listener.accept()
                 except TimeoutError:
                     continue
-                except OSError as error:  # a client that was gone again, or too many open files for now
+                except OSError as error:  # the client has already disconnected, or too many files are open
                     logger.warning("a connection failed: %s", error)
                     time.sleep(_LOOK_S)
                     continue
@@ -321,7 +312,7 @@ class TcpEnvServer:
             self._sessions = {}
         for session in sessions:
             session.end()
-        deadline = time.monotonic() + HANDSHAKE_S  # those that hang end with this process
+        deadline = time.monotonic() + HANDSHAKE_S  # simulators that hang end with this process
         for session in sessions:
             session.join(max(0.0, deadline - time.monotonic()))
 
@@ -364,7 +355,7 @@ class TcpEnvServer:
             session.detach(link)
 
     def _shake_hands(self, link: Link) -> SimulatorSession | None:
-        """Return the session that a client asks for; None if it asks for none, or is refused."""
+        """Return the session a client asks for; None if it asks for none or is refused."""
         nonce = secrets.token_hex(16)
         challenge = {"version": __version__, "nonce": nonce, "asks_token": self._token is not None}
         link.send(LinkMessage(0, Frame(Kind.ITEM, value=challenge)).encode())
@@ -383,7 +374,7 @@ class TcpEnvServer:
 
     def _check_token(self, proof: str, wanted: str) -> None:
         if self._token is not None and not hmac.compare_digest(proof.encode(), wanted.encode()):
-            hint = "set EMBODRL_TOKEN to what the server printed"
+            hint = "set EMBODRL_TOKEN to the token printed by the server"
             raise EnvError("refuses the token", hint, code="env-remote-token")
 
     def _find(self, name: str, hello: Fields) -> SimulatorSession:
@@ -402,16 +393,16 @@ class TcpEnvServer:
             return self._sessions[name]
 
     def _check_room(self) -> None:
-        """Refuse a simulator beyond ``max_processes``; those that are ending count until their process is gone."""
+        """Reject a simulator beyond ``max_processes``, including those still shutting down."""
         self._ending = [session for session in self._ending if session.is_alive()]
         in_use = sum(not session.is_ending for session in self._sessions.values())
         if in_use >= self._max_processes:
             hint = "start it with a higher --max-processes, or wait until lost runs have timed out"
-            raise EnvError(f"has {self._max_processes} simulators already", hint, code="env-remote-full")
+            raise EnvError(f"has {self._max_processes} simulators already running", hint, code="env-remote-full")
         ending = sum(session.is_ending and session.is_alive() for session in self._sessions.values())
         ending += len(self._ending)
         if in_use + ending >= self._max_processes:
-            hint = "try again when they have ended, or start it with a higher --max-processes"
+            hint = "retry when they have ended, or start it with a higher --max-processes"
             message = f"is still ending {ending} of at most {self._max_processes} simulators"
             raise EnvError(message, hint, code="env-remote-ending")
 

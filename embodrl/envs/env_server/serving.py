@@ -23,30 +23,28 @@ def serve(
     log_dir: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; arguments as of ``TcpEnvServer``, ``token`` "auto" draws one and "none" asks none.
+    """Serve until SIGTERM or Ctrl-C; arguments as in ``TcpEnvServer``, with token "auto" (random) or "none".
 
-    Raises:
-        EnvError: the address is not available.
-        ConfigError: an extension can't be imported.
-        UsageError: the token is no secret, or none is asked for where others reach the address.
+    Raises EnvError if the address is not available, ConfigError if an extension can't be imported, and UsageError if
+    the token is too weak, or "none" although others can reach the address.
     """
     problems = [problem for name in extensions if (problem := import_extension(name, "--extension")) is not None]
     if problems:
         raise ConfigError(problems)
     if token not in ("auto", "none") and (len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable()):
-        message = f"the token has to have {LEAST_TOKEN} or more characters, printable ASCII"
-        raise UsageError(message, "leave --token out, and one is drawn", code="env-server-token")
+        message = f"the token must have {LEAST_TOKEN} or more characters, printable ASCII"
+        raise UsageError(message, "omit --token to generate one", code="env-server-token")
     local = host in ("127.0.0.1", "::1", "localhost")
     if token == "none" and not local:
         message = f"anyone who can reach {host} could start simulators here without a token"
-        raise UsageError(message, "leave out --token, or serve on 127.0.0.1", code="env-server-token")
+        raise UsageError(message, "omit --token, or serve on 127.0.0.1", code="env-server-token")
     known = secrets.token_urlsafe(24) if token == "auto" else None if token == "none" else token
     server = TcpEnvServer(host, port, known, max_processes, extensions, log_dir)
     say(f"listening: simulators at {server.address}")
     if token == "auto":
         say(f"token: {known}")
     if not local:
-        say("note: others can reach this address, and what is sent is not encrypted")
+        say("note: others can reach this address, and traffic is not encrypted")
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     say("ready")

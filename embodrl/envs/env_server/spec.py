@@ -1,4 +1,4 @@
-"""Env servers at addresses ``tcp://HOST:PORT``, and the command that is one."""
+"""Env servers at addresses ``tcp://HOST:PORT``, and the command that runs one."""
 
 from __future__ import annotations
 

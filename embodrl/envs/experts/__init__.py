@@ -1,4 +1,4 @@
-"""Scripted experts: privileged controllers that show how a task is done."""
+"""Scripted experts: privileged controllers that demonstrate tasks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ EXPERTS = {**experts.EXPERTS, **tool_experts.EXPERTS}
 
 
 def make_expert(task: str) -> Expert:
-    """Return a new expert for one episode of that task.
-
-    Raises:
-        EnvError: there is no expert for that task.
-    """
+    """Return a new expert for one episode of a task; EnvError if the task has none."""
     if task not in EXPERTS:
         raise EnvError(
             f"there is no scripted expert for '{task}'", f"choose one of {', '.join(EXPERTS)}", code="expert-missing"

@@ -1,4 +1,4 @@
-"""Any single environment that is registered with Gymnasium, with what it draws as the camera.
+"""Any single environment registered with Gymnasium; its rendering serves as the camera.
 
 Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -23,12 +23,10 @@ from embodrl.envs.stepping import CameraSettings, EpisodeRules, RewardOptions
 from embodrl.errors import EnvError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from typing import Unpack  # not in Python 3.10, which simulators may run in
+    from typing import Unpack  # not in Python 3.10, which simulators may use
 
 
 class _Viewer(Protocol):
-    """An OpenGL window or off-screen context."""
-
     def make_context_current(self) -> None: ...
 
 
@@ -41,7 +39,7 @@ class _Renderer(Protocol):
 
 
 class _Env(Protocol):
-    """What is used of ``gymnasium.Env``; observations may be anything."""
+    """The part of ``gymnasium.Env`` used here; observations may be anything."""
 
     unwrapped: Any
     action_space: Any
@@ -55,8 +53,6 @@ class _Env(Protocol):
 
 
 class _Options(TypedDict):
-    """Arguments of ``GymnasiumSimulator``."""
-
     env_id: str
     size: tuple[int, int]
     film_size: tuple[int, int]
@@ -69,24 +65,24 @@ class _Options(TypedDict):
 
 SUCCESS_KEYS = ("success", "is_success")
 RETURN = "return"
-"""Value of ``success_key`` that means the sum of the rewards so far."""
-HINT = "pip install 'embodrl[gymnasium]', or set env.python to an interpreter that has it"
+"""Value of ``success_key`` that stands for the sum of the rewards so far."""
+HINT = "pip install 'embodrl[gymnasium]', or set env.python to an interpreter with gymnasium installed"
 
 
 class GymnasiumSimulator(Simulator):
     """One environment of Gymnasium.
 
-    Actions lie in [-1, 1] and are mapped to the bounds of the environment's Box, where it has any.
+    Actions in [-1, 1] are mapped to the bounds of the environment's Box, if it has any.
 
     Args:
-        env_id: as for ``gymnasium.make``, also ``module:Name-v0``, which imports the module first.
-        size: height and width in pixels of a picture.
-        film_size: the same of ``film``.
-        instruction: for the policy, in words.
-        success_key: of ``info``, or ``return``; None: ``success`` or ``is_success`` where there is one.
-        success_threshold: success is a value at or above it.
-        max_episode_steps: put in place of the environment's own limit.
-        render_detail: auto, full or fast; of environments on MuJoCo.
+        env_id: id for ``gymnasium.make``, including ``module:Name-v0``, which imports the module first.
+        size: height and width of images, in pixels.
+        film_size: height and width of ``film``, in pixels.
+        instruction: language instruction for the policy.
+        success_key: key of ``info``, or ``return``; None: ``success`` or ``is_success`` if present.
+        success_threshold: success is a value at or above the threshold.
+        max_episode_steps: replaces the environment's own limit.
+        render_detail: auto, full or fast; for MuJoCo environments.
     """
 
     def __init__(
@@ -125,12 +121,12 @@ class GymnasiumSimulator(Simulator):
         self._divergence = Divergence()
         self._film_renderer: _Renderer | None = None
         self.state_dim = _vector_size(self.env.observation_space)
-        # The first picture is slow, and a free camera of MuJoCo stays where the first picture puts it.
+        # The first image is slow, and a free MuJoCo camera stays where the first image puts it.
         self.reset(0)
         self._frame()
 
     def _prepare_mujoco(self, size: tuple[int, int], detail: str) -> None:
-        """Draw at the camera's size at once, and without what is slow on a CPU."""
+        """Render directly at the camera's size, without features that are slow on a CPU."""
         base = self.env.unwrapped
         base.mujoco_renderer.height, base.mujoco_renderer.width = size
         glob = base.model.vis.global_
@@ -193,13 +189,13 @@ class GymnasiumSimulator(Simulator):
             found = f"{frame.dtype}{list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
             raise EnvError(
                 f"{self._id} draws {found}, not uint8[H,W,3]",
-                "wrap it so that render() gives RGB pictures",
+                "wrap it so that render() returns RGB images",
                 code="gymnasium-pictures",
             )
         return frame[..., :3]
 
     def _render(self) -> object:
-        """Draw a picture; the first call imports what the environment draws with, such as pygame."""
+        """Render an image; the first call imports the environment's rendering package, such as pygame."""
         try:
             return self.env.render()
         except ImportError as error:
@@ -208,12 +204,12 @@ class GymnasiumSimulator(Simulator):
             raise self._cannot_draw(error) from error
 
     def _cannot_draw(self, error: Exception) -> MissingDependencyError:
-        text = f"{self._id} draws with a package that is not installed: {error}"
-        hint = "pip install pygame, or the package that the message names"
+        text = f"{self._id} renders with a package that is not installed: {error}"
+        hint = "pip install pygame, or the package named in the message"
         return MissingDependencyError(text, hint, code="gymnasium-drawing")
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return the environment's observation if that is a vector: ``float32[S]``."""
+        """Return the environment's observation if it is a vector: ``float32[S]``."""
         return np.asarray(self._obs, np.float32).reshape(-1) if self.state_dim else np.zeros(0, np.float32)
 
     def signature(self) -> bytes:
@@ -226,7 +222,7 @@ class GymnasiumSimulator(Simulator):
 
 
 def _make_current(renderer: _Renderer | None) -> None:
-    """Make the OpenGL context of a renderer current; Gymnasium leaves that to chance where there are several."""
+    """Make a renderer's OpenGL context current; with several contexts, Gymnasium does not do so reliably."""
     if renderer is not None and renderer.viewer is not None:
         renderer.viewer.make_context_current()
 
@@ -235,8 +231,8 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
     """Return the environment.
 
     Raises:
-        MissingDependencyError: gymnasium, or what the environment needs, is not installed.
-        EnvError: there is no such environment, it draws no pictures, or takes other actions than a Box.
+        MissingDependencyError: gymnasium, or a dependency of the environment, is not installed.
+        EnvError: the environment does not exist, renders no images, or has actions other than a Box.
     """
     try:
         gymnasium = import_module("gymnasium")
@@ -248,7 +244,7 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
         missing = env_id.partition(":")[0].partition(".")[0] if ":" in env_id else ""
         if missing and find_spec(missing) is None:
             raise MissingDependencyError(
-                f"env.id {env_id}: there is no module '{missing}'",
+                f"env.id {env_id}: no module named '{missing}'",
                 "correct the name, or put the directory of the module on PYTHONPATH",
                 code="gymnasium-module-missing",
             ) from error
@@ -258,22 +254,22 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
         raise EnvError(str(error), f"{hint} written module:Name-v0", code="gymnasium-id") from error
     if env.render_mode != "rgb_array":
         raise EnvError(
-            f"{env_id} can't draw RGB pictures",
+            f"{env_id} can't render RGB images",
             "choose an environment with render_mode rgb_array",
             code="gymnasium-pictures",
         )
     box = gymnasium.spaces.Box
     if not isinstance(env.action_space, box) or env.action_space.dtype.kind != "f":
         raise EnvError(
-            f"{env_id} takes actions in {env.action_space}, not in a Box of numbers",
-            "choose a variant with continuous actions, or register one that has such a wrapper",
+            f"{env_id} takes actions in {env.action_space}, not in a Box",
+            "choose a variant with continuous actions, or register one with a wrapper that makes them continuous",
             code="gymnasium-actions",
         )
     return env
 
 
 def _vector_size(space: object) -> int:
-    """Return the length of the observations of a space; 0 if they are no vectors of numbers."""
+    """Return the length of a space's observation vectors; 0 if its observations are not numeric vectors."""
     shape = getattr(space, "shape", None)
     dtype = getattr(space, "dtype", None)
     return shape[0] if shape is not None and dtype is not None and len(shape) == 1 and dtype.kind in "fiu" else 0
@@ -282,24 +278,10 @@ def _vector_size(space: object) -> int:
 class GymnasiumVectorEnv(SimulatorVectorEnv):
     """B environments of Gymnasium.
 
-    Args:
-        num_envs: B.
-        tasks: one name, under which results are reported.
-        id: of Gymnasium.
-        cameras: one, ``[{name, height, width}]``: the size that pictures are brought to.
-        instruction: for the policy, in words.
-        action_dim: what the policy gives, A; compared with the environment.
-        success_key, success_threshold: see ``GymnasiumSimulator``.
-        max_episode_steps: see ``EpisodeRules``; replaces the environment's own limit.
-        include_state: add the environment's observation, if that is a vector.
-        max_chunk: largest number of actions in a chunk.
-        render_detail: auto, full or fast; of environments on MuJoCo.
-        video_size: height and width in pixels of videos.
-        video_fps: frames per second of videos; None is the rate of control.
-        rules: the other fields of ``EpisodeRules``.
-
-    Raises:
-        EnvError: the environment takes other actions, has no such state, or a key is missing.
+    The arguments are the settings of ``GymnasiumConfig`` with the fields of ``EpisodeRules``. There is one task name,
+    under which results are reported, and one camera, whose size images are resized to. ``action_dim`` is checked
+    against the environment. Raises EnvError if the environment has other actions, no vector observation for
+    ``include_state``, or lacks a key.
     """
 
     def __init__(
@@ -335,13 +317,13 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps)
         if action_dim is not None and action_dim != self.spec.action_dim:
             raise EnvError(
-                f"{id} takes {self.spec.action_dim} numbers per action, the policy gives {action_dim}",
+                f"{id} takes {self.spec.action_dim} numbers per action, the policy outputs {action_dim}",
                 f"set model.action_dim={self.spec.action_dim}",
                 code="gymnasium-actions",
             )
         if include_state and not self.spec.state_dim:
             raise EnvError(
-                f"the observation of {id} is not a vector to give as state",
+                f"the observation of {id} is not a vector and can't serve as state",
                 "set env.include_state=false",
                 code="gymnasium-state",
             )

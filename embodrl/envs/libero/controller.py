@@ -1,8 +1,8 @@
-"""robosuite's operational space controller for the Panda, as LIBERO sets it, without what a step does not need.
+"""robosuite's operational space controller for the Panda as configured by LIBERO, reduced to what a step needs.
 
 Khatib, "A unified approach for motion and force control of robot manipulators" (1987), with the gains of robosuite's
-``osc_pose.json``. robosuite recomputes the whole forward dynamics up to three times a physics step for it; what the
-controller reads (poses, Jacobian, inertia, bias forces) follows from positions and velocities alone.
+``osc_pose.json``. robosuite recomputes the whole forward dynamics up to three times per physics step; the controller's
+inputs (poses, Jacobian, inertia, bias forces) follow from positions and velocities alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRIPPER_SPEED = 0.01  # of its range, per physics step
 
 @dataclass
 class Kinematics:
-    """The arm at one moment: end effector in the world (m, rad), joints, Jacobian and inertia."""
+    """State of the arm: end effector in the world frame (m, rad), joints, Jacobian and inertia."""
 
     position: Floats
     rotation: Floats
@@ -42,11 +42,7 @@ class Kinematics:
 
 
 class ArmModel:
-    """Where the arm and the gripper are in a MuJoCo model, and the measurements on them.
-
-    Args:
-        env: a robosuite environment with one Panda and an OSC_POSE controller.
-    """
+    """Indices and measurements of arm and gripper in the MuJoCo model of a robosuite Panda with OSC_POSE."""
 
     def __init__(self, env: Any) -> None:
         robot = env.robots[0]
@@ -70,7 +66,7 @@ class ArmModel:
         self._inertia = np.zeros((self.model.nv, self.model.nv))
 
     def measure(self, data: MjData) -> Kinematics:
-        """Return the kinematics of ``data``, whose positions and velocities have been propagated."""
+        """Return the kinematics of ``data``, whose positions and velocities must be propagated."""
         self.mujoco.mj_jacSite(self.model, data, self._jacobian[:3], self._jacobian[3:], self.site)
         self.mujoco.mj_fullM(self.model, self._inertia, data.qM)
         jacobian = self._jacobian.take(self.dofs, axis=1)
@@ -89,12 +85,7 @@ class ArmModel:
 
 
 class OscController:
-    """Goals and gripper command of one environment.
-
-    Args:
-        arm: of its scene.
-        rest: the kinematics of the robot's default posture.
-    """
+    """Goals and gripper command of one environment; ``rest`` is the kinematics of the default posture."""
 
     def __init__(self, arm: ArmModel, rest: Kinematics) -> None:
         self._arm = arm
@@ -102,7 +93,7 @@ class OscController:
         self.reset()
 
     def reset(self) -> None:
-        """Begin an episode, with the goal at the default posture and the gripper half open."""
+        """Begin an episode with the goal at the default posture and the gripper half open."""
         self.goal_position = self._rest.position.copy()
         self.goal_rotation = self._rest.rotation.copy()
         self.gripper = np.zeros(2)
@@ -110,15 +101,14 @@ class OscController:
         self.stale = True
 
     def set_goal(self, action: Floats, data: MjData) -> Kinematics:
-        """Take a new action ``float64[7]`` in [-1, 1]: translation, rotation vector, gripper (-1 opens, 1 closes).
+        """Set the goal from ``float64[7]`` in [-1, 1]: translation, rotation vector, gripper (-1 opens, 1 closes).
 
-        Returns:
-            The kinematics that the goal is relative to.
+        Returns the kinematics that the goal is relative to.
         """
         now = self._rest if self.stale else self._arm.measure(data)
         delta = np.clip(action[:6], -1, 1)
         rotation = delta[3:] * ROTATION_STEP_RAD
-        if rotation.any():  # without one, the last goal stands
+        if rotation.any():  # otherwise keep the last goal
             transform = self._arm.transform
             turn = transform.quat2mat(transform.axisangle2quat(rotation))
             self.goal_rotation = turn @ now.rotation
@@ -126,7 +116,7 @@ class OscController:
         return now
 
     def apply(self, now: Kinematics, gripper: float, data: MjData) -> None:
-        """Write the controls of one physics step into ``data``."""
+        """Write the controls of one physics step to ``data``."""
         arm = self._arm
         control = self._arm.control
         damping = 2 * math.sqrt(STIFFNESS)
@@ -148,7 +138,6 @@ class OscController:
         self.stale = False
 
     def get_state(self) -> dict[str, object]:
-        """Return all that ``set_state`` needs."""
         return {
             "goal_position": self.goal_position,
             "goal_rotation": self.goal_rotation,
@@ -157,6 +146,5 @@ class OscController:
         }
 
     def set_state(self, state: Mapping[str, object]) -> None:
-        """Continue from there."""
         for name, value in state.items():
             setattr(self, name, value)

@@ -1,4 +1,4 @@
-"""LIBERO as a VectorEnv: its tasks, initial states and cameras under the stepping that all simulators share."""
+"""LIBERO as a VectorEnv: its tasks, initial states and cameras under the stepping shared by all simulators."""
 
 from __future__ import annotations
 
@@ -10,29 +10,17 @@ from embodrl.envs.simulator import Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
 
 if TYPE_CHECKING:
-    from typing import Unpack  # not in Python 3.10, which simulators may run in
+    from typing import Unpack  # not in Python 3.10, which simulators may use
 
 
 class LiberoVectorEnv(SimulatorVectorEnv):
-    """B environments of a suite in this process; those of one task share a compiled scene.
+    """B environments of a suite in this process; environments of one task share a compiled scene.
 
-    Args:
-        num_envs: B.
-        suite: a key of ``suites.SUITES``.
-        tasks: of that suite.
-        cameras: ``[{name, height, width}]``, names of ``sim.CAMERAS``, all of one size.
-        include_state: add end effector position (m), rotation vector (rad) and both finger positions (m).
-        max_chunk: largest number of actions in a chunk.
-        libero_assets: LIBERO's asset folder; None for the one that ``assets.find_assets`` finds.
-        settle_steps: steps without motion after a reset, before the first observation and not counted.
-        fixture_seed, fixtures_redrawn: where fixtures stand; see ``sim.SceneOptions``.
-        init_states: official, or sampled from the reset seed by LIBERO's own placement of objects.
-        full_state: and poses of the task's object and goal; see ``full_state.FullState``.
-        include_images: False: nothing is drawn for the policy, and its pictures are black.
-        render_detail: full, fast, or auto (fast where the CPU draws).
-        video_size: height and width in pixels of videos.
-        video_fps: frames per second of videos; None is the rate of control.
-        rules: the fields of ``EpisodeRules``; LIBERO has no dense reward, so every mode but ``sparse`` adds nothing.
+    The arguments are the settings of ``LiberoConfig`` with the fields of ``EpisodeRules``; placement of fixtures and
+    initial states as in ``sim.SceneOptions``. Cameras ``[{name, height, width}]`` are names of ``sim.CAMERAS``, all of
+    one size. ``include_state`` adds end effector position (m), rotation vector (rad) and both finger positions (m),
+    ``full_state`` the poses of the task's object and goal (``full_state.FullState``). LIBERO has no dense reward, so
+    every reward mode but ``sparse`` adds nothing.
     """
 
     def __init__(

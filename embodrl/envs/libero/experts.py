@@ -1,6 +1,7 @@
-"""Experts for LIBERO's tasks of picking one object up and placing it: they see the state of the simulation.
+"""Experts for LIBERO's pick-and-place tasks, with access to the simulation state.
 
-An expert works on the present state (a phase may advance, never the clock), so that it recovers from perturbations.
+An expert depends only on the current state (a phase may advance, never the clock), so that it recovers from
+perturbations.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Floats = NDArray[np.float64]
 OPEN = -1.0
 CLOSED = 1.0
 WIDEST_M = 0.07
-"""What the open gripper takes in, with some room."""
+"""Maximum width that fits into the open gripper, with some margin."""
 CLOSING_STEPS = 9
-"""The gripper closes at a quarter of its range a step."""
+"""The gripper closes by a quarter of its range per step."""
 PALM_M = 0.09
 """From the fingertips up to the hand, which is wider than the fingers."""
-# Of MuJoCo's mjtGeom.
+# From MuJoCo's mjtGeom.
 SPHERE = 2
 CAPSULE = 3
 CYLINDER = 5
@@ -31,12 +32,7 @@ MESH = 7
 
 
 class ObjectGeometry:
-    """The collision geometry of an object.
-
-    Args:
-        model: MuJoCo's.
-        body: id of one of its bodies.
-    """
+    """Collision geometry of the object in a MuJoCo model that one of its bodies, by id, belongs to."""
 
     def __init__(self, model: Any, body: int) -> None:
         owners = model.body_rootid[model.geom_bodyid] == model.body_rootid[body]
@@ -44,7 +40,7 @@ class ObjectGeometry:
         self._corners = [_corners(model, geom) for geom in self.geoms]
 
     def points(self, data: Any) -> Floats:
-        """Return points on its surface in the world, ``[N,3]``, m."""
+        """Return points on its surface in the world frame, ``[N,3]``, m."""
         return np.concatenate(
             [
                 corners @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom]
@@ -54,7 +50,7 @@ class ObjectGeometry:
 
 
 def _corners(model: Any, geom: int) -> Floats:
-    """Return points of a geom in its own frame whose convex hull holds it, ``[N,3]``."""
+    """Return points in a geom's own frame whose convex hull contains it, ``[N,3]``."""
     kind = int(model.geom_type[geom])
     size = model.geom_size[geom]
     if kind == MESH:
@@ -74,11 +70,9 @@ def _corners(model: Any, geom: int) -> Floats:
 
 
 class Surroundings:
-    """How high everything stands but the robot and one object, by boxes around the geoms.
+    """Height map of everything but the robot and the geoms ``without``, from boxes around the geoms.
 
-    Args:
-        model, data: MuJoCo's, at the beginning of an episode.
-        without: geoms that are left out.
+    Made from the MuJoCo model and data at the beginning of an episode.
     """
 
     def __init__(self, model: Any, data: Any, without: set[int]) -> None:
@@ -101,12 +95,10 @@ class Surroundings:
 
 
 class PickAndPlace:
-    """Grasp an object from above, by its narrowest width or its rim, carry it over what is in the way, and let it go.
+    """Grasp an object from above, by its narrowest width or its rim, carry it over obstacles, and release it.
 
-    Args:
-        sim: a ``LiberoSim`` whose episode has just begun.
-        target: name of the object in the task's goal.
-        place: name of the object or region in the goal.
+    The episode of ``sim`` has just begun; ``target`` and ``place`` name object and region (or object) of the task's
+    goal.
     """
 
     wall_m = 0.004
@@ -135,10 +127,11 @@ class PickAndPlace:
         self.grip = np.zeros(3)
         self._choose_grip(data)
 
-    # -- where to grasp -----------------------------------------------------------------------------------------------
+    # -- grasp selection
+    # ------------------------------------------------------------------------------------------------
 
     def _choose_grip(self, data: Any) -> None:
-        """Choose the place of the fingertips relative to the object's origin, and the direction of the fingers."""
+        """Choose the fingertip position relative to the object's origin, and the direction of the fingers."""
         points = self.body.points(data)
         origin = data.xpos[self._main].copy()
         top = points[:, 2].max()
@@ -166,7 +159,7 @@ class PickAndPlace:
                     self.yaw_rad = turn_rad + finger_rad
 
     def _obstruction(self, place: Floats, along: Floats, tip_m: float) -> float:
-        """Return by how much something stands in the way of open fingers and the hand, m."""
+        """Return by how much open fingers and hand would collide, in m."""
         tips = np.stack([place + 0.05 * along, place - 0.05 * along])
         hand = np.stack([place + offset * along for offset in np.linspace(-0.1, 0.1, 5)])
         in_fingers = self.around.height(tips, 0.012) - tip_m
@@ -177,7 +170,8 @@ class PickAndPlace:
         left, right = (data.xpos[finger] for finger in self._fingers)
         return float(np.arctan2(*(left - right)[[1, 0]]))
 
-    # -- what to do ---------------------------------------------------------------------------------------------------
+    # -- control
+    # --------------------------------------------------------------------------------------------------------
 
     def act(self, data: Any) -> NDArray[np.float32]:
         """Return the next action ``float32[7]``."""
@@ -228,7 +222,7 @@ class PickAndPlace:
         return self._move(data, tip, tip + move, CLOSED)
 
     def _goal(self, data: Any) -> tuple[Floats, float]:
-        """Return where the object's origin is to come to, and the height of what it will stand on, m."""
+        """Return the target of the object's origin, and the height of the surface it will stand on, in m."""
         if self.place in self._env.object_sites_dict:
             site = self._env.sim.model.site_name2id(self.place)
             centre = data.site_xpos[site].copy()
@@ -239,24 +233,24 @@ class PickAndPlace:
         return centre, centre[2] + 0.01
 
     def _clearance(self, start: Floats, end: Floats, margin_m: float) -> float:
-        """Return how high things stand on the way between two points."""
+        """Return the greatest height between two points."""
         part = np.linspace(0, 1, 8)[:, None]
         return self.around.height(start[:2] + part * (end[:2] - start[:2]), margin_m)
 
     def _by_way_of(self, tip: Floats, grip: Floats, height: float) -> Floats:
-        """Return the next point on the way over a place: up first, where that is needed."""
+        """Return the next point on the way over a place, going up first if needed."""
         if tip[2] < height - 0.04:
             return np.array([*(tip[:2] + 0.2 * (grip[:2] - tip[:2])), height])
         return np.array([*grip[:2], height])
 
     def _turn(self, data: Any) -> float:
-        """Return by how much the fingers have to turn about the vertical, in rad."""
+        """Return the remaining rotation of the fingers about the vertical, in rad."""
         return float((self.yaw_rad - self._finger_angle(data) + np.pi / 2) % np.pi - np.pi / 2)
 
     def _move(self, data: Any, tip: Floats, target: Floats, gripper: float) -> NDArray[np.float32]:
         """Return the action towards a point with the hand upright and turned as chosen."""
         rotation = data.site_xmat[self._arm.site].reshape(3, 3)
-        upright = np.cross(rotation[:, 2], [0.0, 0.0, -1.0])  # the site looks out of the hand
+        upright = np.cross(rotation[:, 2], [0.0, 0.0, -1.0])  # the site points out of the hand
         turn = upright + np.array([0.0, 0.0, self._turn(data)])
         action = np.zeros(7, np.float32)
         action[:3] = np.clip(1.4 * (target - tip) / POSITION_STEP_M, -1, 1)

@@ -1,4 +1,4 @@
-"""What the simulation knows of a task: where its object is, how large, and where it is to go. For baselines."""
+"""Privileged task state for baselines: pose and size of the object, and its goal."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ DIM = 26
 
 
 class FullState:
-    """Reads the object and the goal of a task, of several those of the first goal that is not reached yet.
+    """Reads the object and the goal of a task of ``scene``; of several goals, the first unreached one.
 
-    A goal on one thing only, such as an open drawer or a burning stove, has it as object and as goal.
-
-    Args:
-        scene: a ``LiberoScene``; its environment must be the active one in each call.
+    A goal on one thing only, such as an open drawer or a burning stove, has it as object and as goal. The scene's
+    environment must be the active one in each call.
     """
 
     def __init__(self, scene: Any) -> None:
@@ -41,8 +39,8 @@ class FullState:
     def read(self, data: Any) -> NDArray[np.float32]:
         """Return ``float32[DIM]``.
 
-        Velocity of the fingertips (3, m/s) and of both fingers (2, m/s); from the fingertips to the object's origin
-        (3, m), to the lower and the upper corner of the upright box around it (6, m) and to the goal (3, m); from the
+        Velocity of the fingertips (3, m/s) and of both fingers (2, m/s); from the fingertips to the object's origin (3,
+        m), to the lower and the upper corner of the axis-aligned box around it (6, m) and to the goal (3, m); from the
         object's origin to the goal (3, m); the object's rotation as the first two columns of its matrix (6).
         """
         _, target, *places = self._goal()

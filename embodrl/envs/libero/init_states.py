@@ -1,4 +1,4 @@
-"""The official initial states, which the package ships as pickled arrays: read without running what is in them."""
+"""Official initial states, shipped as pickled arrays: read without executing the pickles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from embodrl.errors import EnvError
 
-# All that a plain array of floats needs; anything else is refused.
+# All that a plain float array needs; anything else is rejected.
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -36,18 +36,14 @@ class _ArrayUnpickler(pickle.Unpickler):
 def read_init_states(path: Path, sha256: str) -> NDArray[np.float64]:
     """Return the initial states of a task, ``float64[N, 1 + nq + nv]``: time, positions, velocities.
 
-    Args:
-        path: a ``.pruned_init`` file of LIBERO: a zip with one pickled array.
-        sha256: what the file must hash to; nothing else is opened.
-
-    Raises:
-        EnvError: the file is missing, is not the official one, or holds anything but an array of floats.
+    ``path`` is a ``.pruned_init`` file of LIBERO, a zip with one pickled array, opened only if its SHA-256 matches.
+    Raises EnvError if the file is missing, not the official one, or holds anything but a float array.
     """
     hint = "reinstall LIBERO: embodrl env install libero --force"
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise EnvError(f"no initial states: {error}", hint, code="libero-init-states") from error
+        raise EnvError(f"initial states not found: {error}", hint, code="libero-init-states") from error
     if hashlib.sha256(data).hexdigest() != sha256:
         raise EnvError(
             f"{path} is not the official file of initial states: its checksum differs", hint, code="libero-init-states"
@@ -56,7 +52,7 @@ def read_init_states(path: Path, sha256: str) -> NDArray[np.float64]:
 
 
 def parse_init_states(data: bytes, name: str) -> NDArray[np.float64]:
-    """Return the array in the bytes of such a file; see ``read_init_states``."""
+    """Parse the bytes of such a file; see ``read_init_states``."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             (member,) = [entry for entry in archive.namelist() if entry.endswith("/data.pkl")]

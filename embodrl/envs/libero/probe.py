@@ -1,4 +1,4 @@
-"""Can LIBERO run here: its packages and its assets. Quick; imports nothing of it."""
+"""Quick check for LIBERO's packages and assets, without importing them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from embodrl.errors import MissingDependencyError
 
 NEWEST_MUJOCO = (3, 3, 2)
 """3.3.3 draws the floor of libero_object darker (github.com/Lifelong-Robot-Learning/LIBERO, issue 88); since 3.4 a bowl
-of libero_spatial's sixth task does not settle as before (github.com/RLinf/RLinf, issue 1460)."""
+of libero_spatial's sixth task settles differently (github.com/RLinf/RLinf, issue 1460)."""
 _MUJOCO = "from importlib.metadata import version; print(version('mujoco'))"
 _FIND = (
     "import importlib.util, sys; found = importlib.util.find_spec(sys.argv[1]); "
@@ -24,7 +24,7 @@ _FIND = (
 
 
 def find_package(python: str | None, name: str) -> Path | None:
-    """Return where a package is installed for an interpreter (None: this one), or None."""
+    """Return the location of a package installed for an interpreter (None: this one), or None."""
     if python is None:
         return package_folder(name)
     try:
@@ -38,7 +38,7 @@ def find_problems(settings: EnvConfig | None, python: str | None) -> list[tuple[
     """Return what is missing, each with a hint: the probe of the spec."""
     found: list[tuple[str, str]] = []
     if find_package(python, "libero") is None:
-        where = f"for {python}" if python else "in an environment of its own, nor beside embodrl"
+        where = f"for {python}" if python else "in its own environment or alongside embodrl"
         found.append((f"LIBERO is not installed {where}", "embodrl env install libero; then leave env.python=auto"))
     assets = settings.libero_assets if isinstance(settings, LiberoConfig) else None
     try:
@@ -49,9 +49,9 @@ def find_problems(settings: EnvConfig | None, python: str | None) -> list[tuple[
 
 
 def find_warnings(python: str | None) -> list[tuple[str, str, str]]:
-    """Return a warning if an interpreter (None: this one) has a MuJoCo that draws or settles LIBERO's scenes otherwise.
+    """Return a warning if an interpreter's MuJoCo renders or settles LIBERO's scenes differently (None: this one).
 
-    One that can't be asked is none; that LIBERO is missing there is reported by ``find_problems``.
+    No warning if the version can't be queried; ``find_problems`` reports a missing LIBERO.
     """
     try:
         found = metadata.version("mujoco") if python is None else ask(python, _MUJOCO).stdout.strip()
@@ -61,6 +61,8 @@ def find_warnings(python: str | None) -> list[tuple[str, str, str]]:
     if numbers <= NEWEST_MUJOCO:
         return []
     newest = ".".join(map(str, NEWEST_MUJOCO))
-    detail = f"MuJoCo {found} draws libero_object darker and settles some objects otherwise than {newest} and before,"
-    detail += " with which published figures were made"
+    detail = (
+        f"MuJoCo {found} renders libero_object darker and settles some objects differently from {newest} and before,"
+    )
+    detail += " the versions used for published results"
     return [("mujoco-version", detail, f"embodrl env install libero --force, or pip install mujoco=={newest}")]

@@ -1,8 +1,8 @@
-"""How published success rates on LIBERO were measured. Imports no simulator.
+"""Settings of published LIBERO evaluations. Imports no simulator.
 
-All five walk over the 50 official initial states of each task, picture after picture at 256 x 256 pixels turned by 180
-degrees, with the state as position, rotation vector (robosuite's ``quat2axisangle``, whose angle may exceed pi: the
-quaternion's sign is kept) and both fingers; that is how LIBERO is here, too. They differ in what follows.
+All five iterate over the 50 official initial states of each task, with images of 256 x 256 pixels rotated by 180
+degrees and a state of position, rotation vector (robosuite's ``quat2axisangle``, whose angle may exceed pi: the
+quaternion's sign is kept) and both fingers, as LIBERO is configured here. They differ in the settings below.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LIBERO's scenes: one compiled model a task and process, any number of environments on it."""
+"""LIBERO's scenes: one compiled model per task and process, with any number of environments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, EnvOrderError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from typing import NotRequired  # not in Python 3.10, which simulators may run in
+    from typing import NotRequired  # not in Python 3.10, which simulators may use
 
 # Name in the configuration -> name in LIBERO's scenes.
 CAMERAS = {
@@ -56,30 +56,26 @@ LOOKS = {
 CAMERA_M = 0.05
 CAMERA_RAD = math.radians(4)
 JOINT_STD_RAD = 0.1
-COLLISION_GROUP = 0  # of geoms that are not for the eye
+COLLISION_GROUP = 0  # invisible geoms
 CONTROL_HZ = 20
 SAMPLED_JOINT_STD_RAD = 0.02
-"""robosuite's noise of the first posture, which the official initial states have, too."""
-NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)  # an action that holds still, gripper open
+"""robosuite's noise of the initial posture, also present in the official initial states."""
+NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)  # holds still with the gripper open
 
 
 @dataclass(frozen=True)
 class SceneOptions:
-    """What all scenes of a process share.
+    """Options shared by all scenes of a process; see ``LiberoConfig`` for most of them.
 
     Attributes:
-        suite: a key of ``SUITES``.
-        num_tasks: of the run; ``init_state_of`` wants it.
-        assets: LIBERO's asset folder; None for the one that ``assets.find_assets`` finds.
+        num_tasks: number of tasks of the run, for ``init_state_of``.
         cameras: names, keys of ``CAMERAS``.
-        height, width: pixels of what the policy sees.
-        video_size: height and width in pixels of videos.
-        render_detail: full, fast, or auto (fast where the CPU draws).
-        settle_steps: control steps without motion after a reset.
-        fixture_seed: fixtures are placed as if LIBERO's environment were seeded with it once; None: by the reset seed.
-        fixtures_redrawn: initial state k then has the placement of reset k + 1 after seeding; else of the first.
-        init_states: official, or sampled: by LIBERO's own placement of objects, from the reset seed.
-        full_state: ``proprioception`` has the task's part, too.
+        height, width: image size for the policy, in pixels.
+        video_size: height and width of videos, in pixels.
+        fixture_seed: place fixtures as if LIBERO's environment were seeded with this number once; None: by the reset
+            seed.
+        fixtures_redrawn: initial state k then has the placement of reset k + 1 after seeding; otherwise of the first.
+        full_state: ``proprioception`` includes the task's part.
     """
 
     suite: str
@@ -97,22 +93,18 @@ class SceneOptions:
     full_state: bool = False
 
     def facts(self, task: str) -> TaskFacts:
-        """Return what is known of a task without its scene."""
+        """Facts of a task that need no scene."""
         return SUITES[self.suite].tasks[task]
 
 
 def import_libero(assets: str | None) -> Path:
-    """Import LIBERO quietly, without questions on standard input, downloads or files in the home directory.
+    """Import LIBERO without prompts, downloads or files in the home directory; return its folder of task files.
 
-    Returns:
-        The folder of its task files and initial states.
-
-    Raises:
-        MissingDependencyError: the package or the assets are not there.
+    Raises MissingDependencyError if the package or its assets are missing.
     """
     choose_gl()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # Its first import reads a configuration file from here, and asks for one where there is none.
+    # The first import reads a configuration file from here, and prompts if there is none.
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         os.environ["LIBERO_CONFIG_PATH"] = os.environ["MPLCONFIGDIR"] = folder
         (Path(folder) / "config.yaml").write_text("{}")
@@ -130,7 +122,7 @@ def import_libero(assets: str | None) -> Path:
 
 
 def _silence_robosuite() -> None:
-    """Load robosuite's settings before robosuite, which at its import opens a log file and warns on the console."""
+    """Load robosuite's settings before robosuite, whose import opens a log file and warns on the console."""
     if "robosuite" in sys.modules:
         return
     package = importlib.util.find_spec("robosuite")
@@ -150,12 +142,9 @@ def _silence_robosuite() -> None:
 def perturbed_looks(
     axis: str, random: np.random.Generator, looks: Mapping[str, NDArray[np.float64]]
 ) -> dict[str, NDArray[np.float64]]:
-    """Return what an axis makes of a scene's lights, cameras or materials: arrays of MuJoCo's model by name.
+    """Return the perturbed lights, cameras or materials of a scene: arrays of MuJoCo's model by name.
 
-    Args:
-        axis: light, camera or texture.
-        random: of the episode.
-        looks: of the unperturbed scene, ``LOOKS``.
+    ``looks`` are the ``LOOKS`` of the unperturbed scene.
     """
     found = {name: looks[name].copy() for name in LOOKS[axis]}
     if axis == "light":
@@ -180,9 +169,9 @@ def _quaternion_product(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArr
 
 
 class LiberoScene:
-    """The compiled model of a task, with LIBERO's own placement of objects and test of success.
+    """Compiled model of a task, with LIBERO's own object placement and success test.
 
-    Environments take turns on it; ``activate`` puts the data and the fixtures of one of them in place.
+    Environments take turns; ``activate`` installs the data and fixtures of one of them.
     """
 
     def __init__(self, task: str, options: SceneOptions) -> None:
@@ -230,11 +219,11 @@ class LiberoScene:
         self.film_camera = named_camera(self.model, CAMERAS["agentview"])
         self._active: LiberoSim | None = None
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves a lot behind
+        ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves much memory behind
 
     @cached_property
     def renderer(self) -> SceneRenderer:
-        """Made for the first picture, so that runs without pictures do without."""
+        """Created for the first image, so that runs without images do without."""
         options = self.options
         height = max(options.height, options.video_size[0])
         width = max(options.width, options.video_size[1])
@@ -250,7 +239,7 @@ class LiberoScene:
         while resets:
             with contextlib.redirect_stdout(None), contextlib.suppress(self._randomization_error):
                 self.env.reset()
-                resets -= 1  # LIBERO, too, tries again until everything has found a place
+                resets -= 1  # like LIBERO, retry until every object has a place
 
     def place_for(self, seed: int, init_state: int) -> None:
         """Place the fixtures of an episode; see ``SceneOptions.fixture_seed``."""
@@ -261,7 +250,7 @@ class LiberoScene:
             self.place(fixed, init_state + 1 if self.options.fixtures_redrawn else 1)
 
     def activate(self, sim: LiberoSim, again: bool = False) -> None:
-        """Let the data, the fixtures and the looks of one environment be the scene's; ``again`` where they changed."""
+        """Make data, fixtures and looks of one environment current; ``again`` after they changed."""
         if self._active is sim and not again:
             return
         self._active = sim
@@ -272,13 +261,12 @@ class LiberoScene:
             getattr(self.model, name)[:] = values
 
     def close(self) -> None:
-        """Free the renderer."""
         if "renderer" in self.__dict__:
             self.renderer.close()
 
 
 class _State(TypedDict):
-    """MuJoCo's integration state, positions and rotations of the fixtures, and the controller's goals."""
+    """MuJoCo's integration state, poses of the fixtures, and the controller's goals."""
 
     physics: NDArray[np.float64]
     fixtures: list[NDArray[np.float64]] | None
@@ -289,8 +277,8 @@ class _State(TypedDict):
 class LiberoSim(Simulator):
     """One environment of a scene: its physics, controller and fixtures.
 
-    Actions are changes of the end effector's place (1 is 5 cm) and rotation (1 is 0.5 rad) and the gripper, of which
-    the sign counts: -1 opens, +1 closes.
+    Actions are changes of the end effector's position (1 is 5 cm) and rotation (1 is 0.5 rad), and the gripper, of
+    which only the sign counts: -1 opens, +1 closes.
     """
 
     action_low = (-1.0,) * 7
@@ -317,7 +305,7 @@ class LiberoSim(Simulator):
         self._axis = axis
 
     def reset(self, seed: int) -> None:
-        """Fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
+        """Place fixtures by the seed, and objects and robot as in the initial state it stands for."""
         scene = self.scene
         model = self.scene.model
         sampled = scene.options.init_states == "sampled"
@@ -339,14 +327,13 @@ class LiberoSim(Simulator):
             self._execute(NOTHING)
         if self._divergence.struck(self.data._data):
             raise EnvError(
-                f"{scene.task}: the simulation breaks down while it settles in"
+                f"{scene.task}: the simulation diverges while settling in"
                 f" {'a sampled initial state' if sampled else f'initial state {init_state}'}, seed {seed}",
                 "use the pinned versions of LIBERO, or lower env.settle_steps",
                 code="libero-unstable",
             )
 
     def _perturb_episode(self, axis: str, seed: int) -> None:
-        """Perturb an episode whose initial state has just been set."""
         random = generator(axis, seed)
         scene = self.scene
         if axis == "robot":
@@ -378,12 +365,12 @@ class LiberoSim(Simulator):
         scene.env._post_process()
 
     def _propagate(self) -> None:
-        """Compute all that follows from positions and velocities, and what shows them (the stove's burner)."""
+        """Update everything that depends on positions and velocities, including visuals (the stove's burner)."""
         self.scene.mujoco.mj_step1(self.scene.model, self.data._data)
         self.scene.env._post_process()
 
     def images(self) -> NDArray[np.uint8]:
-        """Left and right exchanged, as published policies want it (turned by 180 degrees in OpenGL)."""
+        """Mirrored left to right, as published policies expect (OpenGL images rotated by 180 degrees)."""
         scene = self.scene
         options = self.scene.options
         self._show()
@@ -405,9 +392,9 @@ class LiberoSim(Simulator):
         self.scene.env._post_process()
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return end effector position (m) and rotation vector (rad), positions of both fingers (m): ``float32[8]``.
+        """Return end effector position (m), rotation vector (rad) and both finger positions (m): ``float32[8]``.
 
-        With ``full_state`` what ``FullState.read`` returns follows.
+        With ``full_state``, followed by ``FullState.read``.
         """
         arm = self.scene.arm
         data = self.data._data
@@ -426,7 +413,7 @@ class LiberoSim(Simulator):
 
     def expert_action(self) -> NDArray[np.float32]:
         if self._expert is None:
-            raise EnvOrderError("the expert has not begun", "call expert_reset first")
+            raise EnvOrderError("the expert has not started", "call expert_reset first")
         self.scene.activate(self)
         return self._expert.act(self.data._data)
 
@@ -444,7 +431,7 @@ class LiberoSim(Simulator):
         }
 
     def set_state(self, state: _State) -> None:
-        """In any environment of the same task."""
+        """For any environment of the same task."""
         mujoco = self.scene.mujoco
         model = self.scene.model
         self.fixtures = None if state["fixtures"] is None else (state["fixtures"][0], state["fixtures"][1])

@@ -9,11 +9,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.schema import EnvConfig, NonNegativeInt
 from embodrl.envs.libero.suites import AXES, NUM_INIT_STATES, SUITES
 from embodrl.interface import LIBERO, Interface
 from embodrl.names import nearest
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SimulatorSpec, TaskSuite
 
 
@@ -22,15 +23,15 @@ class LiberoConfig(EnvConfig):
 
     suite: str | None = Field(
         default=None,
-        description="libero_spatial, libero_object, libero_goal or libero_10; tasks and max_episode_steps follow from"
-        " it where they are not given",
+        description="libero_spatial, libero_object, libero_goal or libero_10; sets tasks and max_episode_steps"
+        " unless they are given",
     )
     libero_assets: str | None = Field(
         default=None,
-        description="asset folder; null takes $EMBODRL_LIBERO_ASSETS, or else the one of `embodrl env install libero`",
+        description="asset folder; null uses $EMBODRL_LIBERO_ASSETS, else the folder of `embodrl env install libero`",
     )
     settle_steps: NonNegativeInt = Field(
-        default=10, description="steps without motion after a reset, not counted; 10 as published"
+        default=10, description="motionless steps after a reset, not counted; 10 as published"
     )
     init_states: Literal["official", "sampled"] = Field(
         default="official",
@@ -40,12 +41,12 @@ class LiberoConfig(EnvConfig):
     )
     fixture_seed: NonNegativeInt | None = Field(
         default=None,
-        description="where cabinet, stove and other fixtures stand: null: by the reset seed; a number: as in published"
-        " evaluations, which seed LIBERO with it once and reset it before each initial state",
+        description="placement of cabinet, stove and other fixtures: null: by the reset seed; a number: as in"
+        " published evaluations, which seed LIBERO with it once and reset it before each initial state",
     )
     fixtures_redrawn: bool = Field(
         default=True,
-        description="with fixture_seed: each initial state has a placement of its own; false: all the first",
+        description="with fixture_seed: each initial state has its own placement; false: all use the first",
     )
 
 
@@ -69,7 +70,7 @@ def suite_exists(context: Context) -> Iterator[Finding]:
     if suite in SUITES:
         return
     near = nearest(suite or "", list(SUITES))
-    message = f"there is no suite '{suite}'" if suite else f"{context.config.env.env_type} needs a suite"
+    message = f"unknown suite '{suite}'" if suite else f"{context.config.env.env_type} needs a suite"
     hint = f"write env.suite={near or next(iter(SUITES))}"
     yield Finding("env.suite", message, hint, ", ".join(SUITES), near, others=("env.env_type",))
 
@@ -86,7 +87,7 @@ def tasks_are_of_the_suite(context: Context) -> Iterator[Finding]:
             yield Finding(
                 "env.tasks",
                 f"'{task}' is a task of {home}, not of {env.suite}",
-                f"leave env.tasks out to run all of {env.suite}, or set env.suite={home}",
+                f"omit env.tasks to run all of {env.suite}, or set env.suite={home}",
                 "tasks of one suite",
                 others=("env.suite",),
             )
@@ -94,58 +95,56 @@ def tasks_are_of_the_suite(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("env.env_type", "env.cameras")
 def cameras_stay_in_the_scene(context: Context) -> Iterator[Finding]:
-    """LIBERO's cameras have places of their own."""
+    """LIBERO's cameras have fixed positions."""
     for index, camera in enumerate(context.config.env.cameras):
         for name in ("fov_rad", "eye", "target"):
             if getattr(camera, name) is not None:
                 key = f"env.cameras.{index}.{name}"
-                yield Finding(key, "LIBERO's cameras are where its scenes put them", "leave it out", "null")
+                yield Finding(key, "LIBERO's cameras have fixed positions in its scenes", "leave it out", "null")
 
 
 @RULES.rule("env.libero_assets")
 def assets_are_there(context: Context) -> Iterator[Finding]:
-    """The asset folder that is named is one."""
+    """``env.libero_assets`` is an asset folder."""
     folder = context.env(LiberoConfig).libero_assets
     if folder is None:
         return
     if path_kind(folder) != "directory":
-        hint = "give the folder with LIBERO's scenes/ and textures/"
+        hint = "use the folder with LIBERO's scenes/ and textures/"
         yield Finding("env.libero_assets", f"there is no directory '{folder}'", hint, "a directory, or null")
     elif path_kind(str(Path(folder) / "scenes")) != "directory":
         inside = path_kind(str(Path(folder) / "assets" / "scenes")) == "directory"
         yield Finding(
             "env.libero_assets",
             f"'{folder}' has no folder scenes/",
-            f"give {Path(folder) / 'assets'}" if inside else "give the folder with LIBERO's scenes/ and textures/",
+            f"give {Path(folder) / 'assets'}" if inside else "use the folder with LIBERO's scenes/ and textures/",
             "a directory with scenes/, textures/ and the objects",
         )
 
 
 @RULES.rule("env.init_states", "env.suite")
 def sampled_states_are_sound(context: Context) -> Iterator[Finding]:
-    """LIBERO places objects onto fixtures where those stood before the reset; libero_object has none."""
+    """LIBERO places objects on fixtures where these stood before the reset; libero_object has no fixtures."""
     env = context.env(LiberoConfig)
     if env.init_states == "sampled" and env.suite != "libero_object":
-        message = f"some tasks of {env.suite} begin with an object on or in a fixture, beside which sampling puts it"
+        message = f"some tasks of {env.suite} begin with an object on or in a fixture; sampling would misplace it"
         hint = "set it to official, or env.suite=libero_object"
         yield Finding("env.init_states", message, hint, "official", others=("env.suite",))
 
 
 @RULES.rule("env.init_states", "env.fixture_seed")
 def sampled_states_have_their_own_fixtures(context: Context) -> Iterator[Finding]:
-    """Fixtures of published evaluations belong to the official initial states."""
+    """The fixture placement of published evaluations belongs to the official initial states."""
     env = context.env(LiberoConfig)
     if env.init_states == "sampled" and env.fixture_seed is not None:
-        message = (
-            "places fixtures as published evaluations do, and sampled initial states place theirs by the reset seed"
-        )
+        message = "places fixtures as in published evaluations, but sampled initial states place them by the reset seed"
         hint = "set it to null, or env.init_states=official"
         yield Finding("env.fixture_seed", message, hint, "null", others=("env.init_states",))
 
 
 @RULES.note("env.env_type", "env.eval.num_episodes", "env.tasks")
 def initial_states_come_once(context: Context) -> Iterator[Finding]:
-    """An evaluation of more episodes than there are initial states repeats some."""
+    """An evaluation with more episodes than initial states repeats some."""
     env = context.env(LiberoConfig)
     if env.init_states == "sampled":
         return
@@ -159,7 +158,7 @@ def initial_states_come_once(context: Context) -> Iterator[Finding]:
 
 
 def interface(env: EnvConfig) -> Interface:
-    """Return LIBERO's conventions, with the cameras and the state that are configured."""
+    """Return LIBERO's conventions, with the configured cameras and state."""
     cameras = tuple(camera.name for camera in env.cameras)
     state = (LIBERO.state or ()) + (("task",) if env.state == "full" else ())
     return replace(LIBERO, cameras=cameras, state=state if env.include_state else None)
@@ -196,12 +195,12 @@ SPEC = SimulatorSpec(
         "settle_steps": 0,
         "max_episode_steps": 1,
     },
-    actions="change of the gripper's pose (x, y, z, three angles), and its closing by sign, -1 to 1",
+    actions="change of the gripper's pose (x, y, z, three angles) and gripper closing by sign, -1 to 1",
     camera_list="agentview, wrist, frontview, birdview, sideview",
     experts="libero_object, the first task of libero_spatial; `embodrl convert libero` reads LIBERO's demonstrations",
     expert_tasks=(*SUITES["libero_object"].tasks, next(iter(SUITES["libero_spatial"].tasks))),
-    demonstrations="`embodrl convert libero` makes a dataset of the demonstrations that LIBERO brings",
+    demonstrations="`embodrl convert libero` converts LIBERO's own demonstrations to a dataset",
     interface=interface,
     axes=AXES,
-    verified="on a CPU (MUJOCO_GL=egl); on a GPU not yet",
+    verified="CPU rendering (MUJOCO_GL=egl); not yet on a GPU",
 )

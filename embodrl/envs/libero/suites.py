@@ -1,4 +1,4 @@
-"""The standard suites: their tasks, instructions and published step limits. Needs no simulator."""
+"""The standard suites: tasks, instructions and published step limits. Needs no simulator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ AXES = {
     "texture": Axis("vision", "every material tinted: each colour channel at 40 to 100 %"),
     "camera": Axis("vision", "each camera moved by up to 5 cm and turned by up to 4 degrees about each axis"),
     **COMMON,
-    "robot": Axis("execution", "each joint of the arm begins off its place, by a standard deviation of 0.1 rad"),
+    "robot": Axis("execution", "each joint of the arm begins displaced, by a standard deviation of 0.1 rad"),
 }
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """A task of LIBERO.
-
-    Attributes:
-        instruction: for the policy, in words.
-        sha256: of the official file of initial states.
-    """
+    """Language instruction of a task, and SHA-256 of its official file of initial states."""
 
     instruction: str
     sha256: str
@@ -34,19 +29,14 @@ class TaskFacts:
 
 @dataclass(frozen=True)
 class Suite:
-    """Ten tasks.
-
-    Attributes:
-        max_episode_steps: the limit that published evaluations use (OpenVLA).
-        tasks: name -> facts, in LIBERO's order.
-    """
+    """Ten tasks in LIBERO's order, with the step limit of published evaluations (OpenVLA)."""
 
     max_episode_steps: int
     tasks: dict[str, TaskFacts]
 
 
 def read_suites() -> dict[str, Suite]:
-    """Return the suites of ``suites.json``."""
+    """Read the suites of ``suites.json``."""
     content = json.loads(Path(__file__).with_name("suites.json").read_text())
     return {
         name: Suite(suite["max_episode_steps"], {task: TaskFacts(**facts) for task, facts in suite["tasks"].items()})
@@ -58,9 +48,9 @@ SUITES = read_suites()
 
 
 def init_state_of(seed: int, num_tasks: int) -> int:
-    """Return which of the official initial states a reset seed stands for.
+    """Return the index of the official initial state for a reset seed.
 
-    The seeds ``s + i`` of an evaluation, whose episode ``i`` runs task ``i mod num_tasks``, walk over all initial
-    states of every task before one comes twice, whatever ``s`` is: a task's seeds are ``num_tasks`` apart.
+    The seeds ``s + i`` of an evaluation, whose episode ``i`` runs task ``i mod num_tasks``, cover all initial states of
+    every task before any repeats, for any ``s``: a task's seeds are ``num_tasks`` apart.
     """
     return seed // num_tasks % NUM_INIT_STATES

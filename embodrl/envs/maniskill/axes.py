@@ -1,6 +1,7 @@
-"""How ManiSkill's scenes are perturbed along the axes of `embodrl eval axes=...`, on a CPU.
+"""Perturbations of ManiSkill's scenes on a CPU along the axes of `embodrl eval axes=...`.
 
-Everything is drawn at the reset of an episode from its seed, so a scene is still a function of its resets and actions.
+Everything is drawn at the reset of an episode from its seed, so that a scene remains a function of its resets and
+actions.
 """
 
 from __future__ import annotations
@@ -33,13 +34,7 @@ DISTRACTOR_FREE_M = 0.12
 
 
 class Perturbation:
-    """Perturbs one scene along one axis.
-
-    Args:
-        axis: a key of ``tasks.AXES``.
-        env: ManiSkill's environment of one scene on a CPU.
-        task: its name.
-    """
+    """Perturbs one scene (ManiSkill environment on a CPU) along one axis of ``tasks.AXES``."""
 
     def __init__(self, axis: str, env: BaseEnv, task: str) -> None:
         self._env = env
@@ -73,7 +68,7 @@ class Perturbation:
             self._begin(generator(self._axis, seed), seed)
 
     def advance(self) -> None:
-        """After a control step."""
+        """Advance by one control step."""
         self._elapsed += 1
         if self._goal is not None:
             phase = math.sin(2 * math.pi * self._elapsed / GOAL_STEPS)
@@ -157,7 +152,7 @@ def _materials(bodies: list[sapien.render.RenderBodyComponent | None]) -> Iterat
 
 
 def _thing(scene: sapien.Scene, kind: int) -> sapien.Entity:
-    """Return a new thing of 4 cm that is drawn, and that nothing collides with."""
+    """Return a new 4 cm object that is rendered but collides with nothing."""
     import sapien
 
     material = sapien.render.RenderMaterial()

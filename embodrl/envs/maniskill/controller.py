@@ -1,8 +1,8 @@
 """ManiSkill's ``pd_ee_delta_pose`` for one scene on a CPU, without torch.
 
-ManiSkill computes a control step's drive targets with some sixty batched torch operations on single rows, which costs
-several times what PhysX needs for the step itself. This is the same arithmetic on plain numbers, with the same inverse
-kinematics; scenes on a GPU keep ManiSkill's own.
+ManiSkill computes a control step's drive targets with some sixty batched torch operations on single rows, several times
+the cost of PhysX's step itself. This is the same arithmetic on plain numbers, with the same inverse kinematics; scenes
+on a GPU keep ManiSkill's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from embodrl.errors import EnvError
 
 FRAME = "root_translation:root_aligned_body_rotation"
 MAX_IK_ITERATIONS = 100
-"""As ManiSkill asks of its solver."""
+"""Solver settings of ManiSkill."""
 
 Quaternion = tuple[float, float, float, float]
 
@@ -53,15 +53,10 @@ def quaternion_multiply(a: Quaternion, b: Quaternion) -> Quaternion:
 class EndEffectorController:
     """Sets the drive targets of a Panda's arm and gripper from an action ``[x, y, z, rx, ry, rz, gripper]``.
 
-    The target pose is the tool's present one in the robot's base frame, moved by the position part and turned about
-    the axes of that frame by the rotation part; damped inverse kinematics (CLIK) turns it into joint angles. Where it
-    does not converge the arm stays where it is.
-
-    Args:
-        env: a ManiSkill environment of one scene on a CPU, with control mode ``pd_ee_delta_pose``.
-
-    Raises:
-        EnvError: the robot's controllers are not those that this class reproduces.
+    The target pose is the tool's current pose in the robot's base frame, moved by the position part and turned about
+    the axes of that frame by the rotation part; damped inverse kinematics (CLIK) converts it to joint angles. If it
+    does not converge, the arm stays where it is. Raises EnvError if the controllers of ``env``, one CPU scene in
+    control mode ``pd_ee_delta_pose``, differ from the ones reproduced here.
     """
 
     def __init__(self, env: BaseEnv) -> None:
@@ -87,11 +82,7 @@ class EndEffectorController:
         self._gripper_scale, self._gripper_middle = _scale(gripper, 0)
 
     def step(self, action: NDArray[np.float32]) -> None:
-        """Execute ``action float32[7]`` in [-1, 1] (clipped) for one control step.
-
-        Raises:
-            EnvError: the action has NaN in it.
-        """
+        """Execute ``action float32[7]`` in [-1, 1] (clipped) for one control step; EnvError if it contains NaN."""
         env = self._env
         self.set_action(action)
         env._before_control_step()
@@ -106,7 +97,7 @@ class EndEffectorController:
         values = [float(value) for value in action]
         if any(math.isnan(value) for value in values):
             raise EnvError(
-                f"an action has NaN in it: {values}",
+                f"an action contains NaN: {values}",
                 "look for NaN in the policy's outputs or its weights",
                 code="actions-not-finite",
             )
@@ -124,7 +115,7 @@ class EndEffectorController:
         scale = self._position_scale
         middle = self._position_middle
         position = [at + middle + scale * min(max(value, -1.0), 1.0) for at, value in zip(tool.p, values, strict=False)]
-        # The rotation is limited by its length, so that its axis is kept.
+        # Limit the rotation by its length to keep its axis.
         length = math.sqrt(values[3] ** 2 + values[4] ** 2 + values[5] ** 2)
         shrink = self._rotation_scale / max(length, 1.0)
         turn = quaternion_from_euler(values[3] * shrink, values[4] * shrink, values[5] * shrink)

@@ -1,4 +1,4 @@
-"""ManiSkill as a VectorEnv: its scenes under the stepping that all simulators share.
+"""ManiSkill as a VectorEnv: its scenes under the stepping shared by all simulators.
 
 Shapes: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -19,27 +19,11 @@ from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, Ste
 class ManiSkillVectorEnv(SteppingEnv):
     """B ManiSkill environments in this process.
 
-    Args:
-        num_envs: B.
-        tasks: keys of ``TASKS``; with ``physx_cuda`` exactly one.
-        cameras: ``[{name, height, width, fov_rad, eye, target}]``, all of one size; None keeps the task's own.
-        max_episode_steps: environment steps after which an episode is truncated.
-        reward_mode: see ``EpisodeRules``; the dense reward is ManiSkill's normalised one.
-        success_bonus: reward at the first success of an episode.
-        include_state: add joint positions and velocities to the observation.
-        full_state: and what ManiSkill's own observation of the state has of the task, such as poses of objects.
-        include_images: draw pictures; else they are black.
-        auto_reset: begin the next episode at the end of the chunk in which one has ended.
-        ignore_terminations: only the step limit ends an episode.
-        max_chunk: largest C.
-        sim_backend: auto (physx_cpu), physx_cpu or physx_cuda.
-        render_backend: auto, cpu or gpu.
-        render_detail: auto, full or fast; see ``ManiSkillSim``.
-        mesh_decimation: see ``ManiSkillSim``.
-        video_size: height and width in pixels of videos.
-        video_fps: frames per second of videos; None is the rate of control.
-        shaping_gamma: see ``EpisodeRules``.
-        discounts_actions: see ``EpisodeRules``.
+    The arguments are the settings of ``ManiSkillConfig`` with the fields of ``EpisodeRules``; the dense reward is
+    ManiSkill's normalised one. Tasks are keys of ``TASKS``, with ``physx_cuda`` exactly one. Cameras ``[{name, height,
+    width, fov_rad, eye, target}]`` are all of one size; None keeps the task's own. ``include_state`` adds joint
+    positions and velocities to the observation, ``full_state`` the task's part of ManiSkill's own state observation,
+    such as object poses.
     """
 
     def __init__(
@@ -67,7 +51,7 @@ class ManiSkillVectorEnv(SteppingEnv):
     ) -> None:
         import mani_skill.envs  # noqa: F401
 
-        # What is imported lives as long as the process, and ManiSkill collects garbage whenever it builds a scene.
+        # Imports live as long as the process, and ManiSkill collects garbage whenever it builds a scene.
         gc.freeze()
         self._fleet = Fleet(
             num_envs,
@@ -83,11 +67,11 @@ class ManiSkillVectorEnv(SteppingEnv):
                 "axis": None,
             },
         )
-        gc.freeze()  # the scenes, too
+        gc.freeze()  # also the scenes
         first = self._fleet.any_sim()
         self._include_images = include_images
         if include_images:
-            # The first picture compiles shaders, which takes seconds; that belongs to the start, not to a reset.
+            # The first image compiles shaders, which takes seconds: part of the start, not of a reset.
             first.images()
         bounds = (first.action_low, first.action_high)
         state_dim = first.state_dim if include_state else 0
@@ -125,23 +109,23 @@ class ManiSkillVectorEnv(SteppingEnv):
         return self._fleet.render_human(row)
 
     def get_sim_state(self) -> FleetState:
-        """On a CPU what was done since the scenes were built, on a GPU the physical state."""
+        """On a CPU the journals since the scenes were built, on a GPU the physical state."""
         return self._fleet.get_state()
 
     def set_sim_state(self, state: FleetState) -> None:
-        """Bit-exact on a CPU, close on a GPU."""
+        """Bit-exact on a CPU, approximate on a GPU."""
         self._fleet.set_state(state)
 
     def get_sim_row(self, row: int) -> JournalArrays:
-        """On a CPU only."""
+        """CPU only."""
         return self._fleet.get_scene(row)
 
     def set_sim_row(self, row: int, state: JournalArrays) -> None:
-        """On a CPU only."""
+        """CPU only."""
         self._fleet.set_scene(row, state)
 
     def rebuild(self) -> None:
-        """New scenes, on a CPU."""
+        """Build new scenes, on a CPU."""
         self._fleet.rebuild()
 
     def mark(self) -> None:

@@ -1,8 +1,8 @@
-"""Reward and success of several scenes of one task, by ManiSkill's own code, as one batch.
+"""Batched reward and success of several scenes of one task, computed by ManiSkill's own code.
 
-On a CPU every scene is a ManiSkill environment of one row, and its reward some fifty torch operations on single rows.
-The code of the tasks is written for batches: it runs here on a view whose attributes are those of all scenes, joined.
-No operation of it mixes rows, so that each row is bit-identical to what the scene alone gives.
+On a CPU every scene is a ManiSkill environment of one row, and its reward takes some fifty torch operations on single
+rows. The task code is written for batches: here it runs on a view whose attributes join those of all scenes. Its
+operations do not mix rows, so that each row is bit-identical to evaluating its scene alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from embodrl.envs.maniskill.types import BaseEnv, Tensor
 
 
 def evaluate(envs: Sequence[BaseEnv], actions: object) -> tuple[Tensor, Tensor]:
-    """Return the normalised dense reward ``float32[N]`` and success ``bool[N]`` of the present states.
+    """Return the normalised dense reward ``float32[N]`` and success ``bool[N]`` of the current states.
 
     Args:
-        envs: ManiSkill environments of one task with N rows together.
-        actions: ``float32[N,A]``, what was executed, or None.
+        envs: ManiSkill environments of one task with N rows in total.
+        actions: executed actions ``float32[N,A]``, or None.
     """
     env = envs[0] if len(envs) == 1 else SceneView(envs, joins_code=True)
     info = env.get_info()
@@ -28,21 +28,21 @@ def evaluate(envs: Sequence[BaseEnv], actions: object) -> tuple[Tensor, Tensor]:
 
 
 def observe(envs: Sequence[BaseEnv]) -> Tensor:
-    """Return ManiSkill's own state observation ``float32[N,S]`` of environments of one task with N rows together."""
+    """Return ManiSkill's own state observation ``float32[N,S]`` of environments of one task with N rows in total."""
     env = envs[0] if len(envs) == 1 else SceneView(envs, joins_code=True)
     return env.get_obs(env.get_info())
 
 
 class SceneView:
-    """The same object of several scenes, read as if it were one of a scene with all their rows.
+    """The same object of several scenes, read as if it belonged to one scene with all their rows.
 
-    Attributes are read once and kept: a view is for one evaluation. They can't be assigned, so that code which keeps
-    something in its scene fails here and does not lose it.
+    Attributes are read once and cached: a view serves one evaluation. Assigning attributes raises, so that code which
+    stores something in its scene fails instead of losing it.
 
     Args:
-        members: of each scene.
-        joins_code: methods and properties run once, on the view, and not on each member: for environments and agents,
-            which ManiSkill has written for batches; its wrappers of SAPIEN's objects look at the first one on a CPU.
+        members: the object in each scene.
+        joins_code: run methods and properties once on the view, not on each member: for environments and agents, which
+            ManiSkill has written for batches; on a CPU its wrappers of SAPIEN's objects only look at the first one.
     """
 
     def __init__(self, members: Sequence[Any], joins_code: bool) -> None:
@@ -67,7 +67,7 @@ class SceneView:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Return the values of all scenes as one: rows one below the other, and constants, which are alike, once."""
+    """Join the values of all scenes: rows are stacked; constants, which are equal, appear once."""
     from mani_skill.agents.base_agent import BaseAgent
     from mani_skill.utils.structs import BaseStruct, Pose
 

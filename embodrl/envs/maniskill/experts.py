@@ -1,6 +1,6 @@
 """Experts for the ManiSkill tasks, in pd_ee_delta_pose: proportional control through a few waypoints.
 
-They work on the present state only (a phase may advance, never the clock), so that they recover from perturbations.
+They depend only on the current state (a phase may advance, never the clock), so that they recover from perturbations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pose(Protocol):
 
 
 class Actor(Protocol):
-    """A body of ManiSkill's, in N environments."""
+    """A ManiSkill body in N environments."""
 
     pose: Pose
     angular_velocity: Tensor  # [N,3], rad/s
@@ -46,7 +46,7 @@ class ExpertAgent(Protocol):
 
 
 class ExpertTask(Protocol):
-    """A ManiSkill environment with what the experts look at; a task has those that its expert needs."""
+    """A ManiSkill environment as seen by the experts; each task has the attributes its expert needs."""
 
     agent: ExpertAgent
     obj: Actor
@@ -64,22 +64,18 @@ class ExpertTask(Protocol):
 
 
 def position(thing: Actor) -> Vector:
-    """Return where it is, ``float32[3]``, m."""
+    """Return the position ``float32[3]``, m."""
     result: Vector = thing.pose.p[0].cpu().numpy().astype(np.float32)
     return result
 
 
 def offset(point: Vector, x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Vector:
-    """Return a point moved by so many metres."""
+    """Return a point moved by the given metres."""
     return point + np.array([x, y, z], np.float32)
 
 
 class SlideCube(Expert):
-    """PushCube and PullCube: put the closed gripper behind the cube and shove it onto the target.
-
-    Args:
-        direction: +1 pushes away from the robot, -1 pulls towards it.
-    """
+    """PushCube (``direction`` +1) and PullCube (-1): put the closed gripper behind the cube and push."""
 
     behind_m = 0.055
     height_m = 0.02
@@ -94,7 +90,7 @@ class SlideCube(Expert):
         goal = position(env.goal_region)
         start = offset(cube, x=-self.direction * self.behind_m)
         start[2] = self.height_m
-        # How far the tool is short of the place behind the cube, along the way of the cube.
+        # Distance from the tool to its place behind the cube, along the cube's path.
         ahead = self.direction * (tcp[0] - start[0])
         aligned = abs(tcp[1] - cube[1]) < 0.015
         if ahead > 0.03 and not (aligned and tcp[2] < 0.045 and ahead < self.behind_m):
@@ -107,11 +103,7 @@ class SlideCube(Expert):
 
 
 class PickCube(Expert):
-    """Grasp a cube and bring it somewhere.
-
-    Args:
-        cube: attribute of the environment.
-    """
+    """Grasp a cube, an attribute of the environment, and move it to a target."""
 
     approach_m = 0.08
 
@@ -127,7 +119,7 @@ class PickCube(Expert):
         return self.grasp(env, tcp, cube)
 
     def grasp(self, env: ExpertTask, tcp: Vector, cube: Vector) -> Vector:
-        """Return the action that goes for the cube."""
+        """Return the action that approaches and grasps the cube."""
         if np.linalg.norm(tcp[:2] - cube[:2]) > 0.015:
             self.closing = 0
             height = max(cube[2] + self.approach_m, 0.0) if np.linalg.norm(tcp[:2] - cube[:2]) > 0.03 else tcp[2]
@@ -143,7 +135,7 @@ class PickCube(Expert):
 
 
 class StackCube(PickCube):
-    """Put cube A on cube B and let go."""
+    """Stack cube A on cube B and release it."""
 
     aligned_rad = 0.4
 
@@ -159,20 +151,20 @@ class StackCube(PickCube):
         return super().act(env)
 
     def grasp(self, env: ExpertTask, tcp: Vector, cube: Vector) -> Vector:
-        """Turn the gripper where it would hold the cube by its edges, which slips on the way."""
+        """Turn the gripper if it would hold the cube by its edges, where it slips on the way."""
         turn_rad = self._misalignment(env)
         if abs(turn_rad) > self.aligned_rad and self.closing == 0:
             over = offset(cube, z=self.approach_m)
             action = reach(tcp, over, OPEN)
         else:
             action = super().grasp(env, tcp, cube)
-        # A negative turn for a positive action: ManiSkill scales rotations by the lower bound.
+        # A negative turn needs a positive action: ManiSkill scales rotations by the lower bound.
         excess_rad = np.sign(turn_rad) * max(abs(turn_rad) - self.aligned_rad / 2, 0.0)
         action[5] = np.clip(-2 * excess_rad / ROTATION_STEP_RAD, -1, 1)
         return action
 
     def _misalignment(self, env: ExpertTask) -> float:
-        """Return by how much the gripper must turn about the vertical to close on two faces: +-45 degrees at most."""
+        """Return the gripper's rotation about the vertical that aligns it with two faces: at most +-45 degrees."""
         cube = env.cubeA.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy()
         fingers = env.agent.tcp.pose.to_transformation_matrix()[0, :3, 1].cpu().numpy()
         angle = float(np.arctan2(cube[1], cube[0]) - np.arctan2(fingers[1], fingers[0]))
@@ -191,9 +183,9 @@ class StackCube(PickCube):
 
 
 class LiftPegUpright(Expert):
-    """Pinch the peg loosely at its far end, lift so that it turns in the grip, and set it on its foot.
+    """Pinch the peg loosely at its far end, lift so that it turns in the grip, and set it upright.
 
-    The wrist can tilt by some 55 degrees only so low above the table; gravity does the turning.
+    The wrist can tilt by only about 55 degrees so low above the table; gravity does the rest.
     """
 
     grip_m = 0.09
@@ -229,7 +221,7 @@ class LiftPegUpright(Expert):
         return reach(tcp, grip, self.grip_force)
 
     def _raise(self, tcp: Vector, peg: Vector, axis: NDArray[np.floating], lean: NDArray[np.floating]) -> Vector:
-        """Return the action with the peg in hand; ``axis`` points to its head, ``lean`` is where it will soon."""
+        """Return the action with the peg in hand; ``axis`` points to its head, ``lean`` is its predicted direction."""
         above_m = float(tcp[2] - peg[2])
         target = tcp.copy()
         if axis[2] < self.upright_cosine:
@@ -244,12 +236,12 @@ class LiftPegUpright(Expert):
 
 
 def push_cube() -> Expert:
-    """Return an expert of PushCube-v1."""
+    """Return an expert for PushCube-v1."""
     return SlideCube(direction=1.0)
 
 
 def pull_cube() -> Expert:
-    """Return an expert of PullCube-v1."""
+    """Return an expert for PullCube-v1."""
     return SlideCube(direction=-1.0)
 
 

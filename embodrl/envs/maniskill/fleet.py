@@ -1,8 +1,8 @@
-"""The scenes of one process: many of one environment each on a CPU, one of many on a GPU.
+"""The scenes of one process: many scenes of one environment each on a CPU, one scene of many on a GPU.
 
 On a CPU each scene keeps a journal of its resets and actions. PhysX carries history that no state dictionary shows
 (contact caches, the order of pairs), so a scene is restored bit-exactly by rebuilding it and replaying the journal;
-``rebuild`` empties it.
+``rebuild`` empties the journal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from embodrl.envs.maniskill.types import SimOptions
 from embodrl.errors import EnvError
 
 if TYPE_CHECKING:
-    from typing import Required  # not in Python 3.10, which simulators may run in
+    from typing import Required  # not in Python 3.10, which simulators may use
 
 _RESET = 0
 _STEP = 1
@@ -33,7 +33,7 @@ class JournalArrays(TypedDict):
 
 
 class SceneState(TypedDict):
-    """A scene: row and task, its journal, and the mark, if there is one."""
+    """State of a scene: row and task, its journal, and the mark, if any."""
 
     key: list[int]
     journal: JournalArrays
@@ -41,7 +41,7 @@ class SceneState(TypedDict):
 
 
 class FleetState(TypedDict, total=False):
-    """What ``Fleet.get_state`` returns: on a GPU the physics, on a CPU the scenes."""
+    """Result of ``Fleet.get_state``: on a GPU the physics, on a CPU the scenes."""
 
     task_id: Required[NDArray[np.int32]]
     physics: dict[str, NDArray[np.float32]]
@@ -65,7 +65,7 @@ class ActionJournal:
         self.actions.append(action.copy())
 
     def truncate(self, num_events: int) -> None:
-        """Drop what came after the first events."""
+        """Drop all but the first events."""
         num_resets = self.kinds[:num_events].count(_RESET)
         self.kinds = self.kinds[:num_events]
         self.seeds = self.seeds[:num_resets]
@@ -77,7 +77,7 @@ class ActionJournal:
 
     @staticmethod
     def replay(arrays: JournalArrays, sim: ManiSkillSim) -> ActionJournal:
-        """Do on a new scene what was done on the old one; return the journal of that."""
+        """Replay the journal on a new scene; return the new scene's journal."""
         journal = ActionJournal()
         seeds = iter(arrays["seeds"])
         actions = iter(arrays["actions"])
@@ -96,12 +96,9 @@ class ActionJournal:
 
 
 class Fleet:
-    """B environments over the scenes of this process.
+    """B environments over the scenes of this process; an environment gets one of ``tasks`` at each reset.
 
-    Args:
-        num_envs: B.
-        tasks: names; an environment is given one at each reset.
-        sim_kwargs: keyword arguments of ManiSkillSim without task and num_envs.
+    ``sim_kwargs`` are keyword arguments of ManiSkillSim without task and num_envs.
     """
 
     def __init__(self, num_envs: int, tasks: tuple[str, ...], sim_kwargs: SimOptions) -> None:
@@ -118,7 +115,7 @@ class Fleet:
             if len(tasks) != 1:
                 raise EnvError(
                     "physx_cuda simulates one task at a time",
-                    "give one task or set env.sim_backend=physx_cpu",
+                    "choose one task, or set env.sim_backend=physx_cpu",
                     code="physx-cuda",
                 )
             (task,) = tasks
@@ -128,11 +125,11 @@ class Fleet:
                 self._sim(row)
 
     def any_sim(self) -> ManiSkillSim:
-        """Return a scene, to ask for its spaces."""
+        """Return any scene, to query its spaces."""
         return self._batched or next(iter(self._sims.values()))
 
     def _sim(self, row: int) -> ManiSkillSim:
-        """Return the scene of an environment and its present task (CPU), building it on first use."""
+        """Return the scene of an environment and its current task (CPU), building it on first use."""
         key = (row, int(self.task_id[row]))
         if key not in self._sims:
             self._sims[key] = ManiSkillSim(self.tasks[key[1]], 1, **self._kwargs)
@@ -143,10 +140,10 @@ class Fleet:
         return self._journals[row, int(self.task_id[row])]
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
-        """Give the tasks of the next episodes."""
+        """Set the tasks of the next episodes."""
         self.task_id[rows] = task_ids
         for row in rows.tolist():
-            self._experts[row] = None  # it was one of another episode, maybe of another task
+            self._experts[row] = None  # it belonged to another episode, possibly of another task
 
     def reset(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
         """Start new episodes in ``rows``."""
@@ -174,7 +171,7 @@ class Fleet:
         return reward, success
 
     def dense_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the normalised dense reward ``float32[len(rows)]`` of the present states."""
+        """Return the normalised dense reward ``float32[len(rows)]`` of the current states."""
         if self._batched is not None:
             return evaluate([self._batched])[0][rows]
         return self._evaluate(rows, None)[0]
@@ -182,7 +179,7 @@ class Fleet:
     def _evaluate(
         self, rows: NDArray[np.int64], actions: NDArray[np.float32] | None
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return dense reward and success of ``rows`` (CPU), whose actions were ``actions[rows] float32[.,A]``."""
+        """Return dense reward and success of ``rows`` (CPU) after ``actions[rows] float32[.,A]``."""
         reward = np.zeros(len(rows), np.float32)
         success = np.zeros(len(rows), np.bool_)
         tasks = self.task_id[rows]
@@ -193,7 +190,7 @@ class Fleet:
         return reward, success
 
     def render(self, rows: NDArray[np.int64], images: NDArray[np.uint8]) -> None:
-        """Write what the cameras see into ``images uint8[B,V,H,W,3]``, in ``rows`` only."""
+        """Render the cameras into ``images uint8[B,V,H,W,3]``, in ``rows`` only."""
         if self._batched is not None:
             if len(rows):
                 images[rows] = self._batched.images()[rows]
@@ -202,7 +199,7 @@ class Fleet:
             images[row] = self._sim(row).images()[0]
 
     def render_human(self, row: int) -> NDArray[np.uint8]:
-        """Return ``uint8[H,W,3]`` of the camera for people."""
+        """Render the camera for people, ``uint8[H,W,3]``."""
         return self._batched.render_human()[row] if self._batched is not None else self._sim(row).render_human()[0]
 
     def state(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -226,7 +223,7 @@ class Fleet:
             self._experts[row] = make_expert(self.tasks[self.task_id[row]])
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """Return what the experts would do now: ``float32[B,A]``, 0 in rows without one."""
+        """Return the experts' actions ``float32[B,A]``, 0 in rows without one."""
         actions = np.zeros((self.num_envs, len(self.any_sim().action_low)), np.float32)
         for row, expert in enumerate(self._experts):
             if expert is not None:
@@ -241,7 +238,7 @@ class Fleet:
         self.rebuild()
 
     def rebuild(self) -> None:
-        """Rebuild the scenes, so that what follows does not depend on their history (CPU only)."""
+        """Rebuild the scenes to discard their history (CPU only)."""
         if self._batched is not None:
             return
         self._marks = {}
@@ -251,16 +248,15 @@ class Fleet:
             self._journals[key] = ActionJournal()
 
     def mark(self) -> None:
-        """Remember how long the journals are."""
+        """Remember the lengths of the journals."""
         self._marks = {key: len(journal.kinds) for key, journal in self._journals.items()}
 
     def rewind(self) -> None:
-        """Cut the journals back to the mark."""
+        """Truncate the journals to the mark."""
         for key, journal in self._journals.items():
             journal.truncate(self._marks.get(key, 0))
 
     def get_state(self) -> FleetState:
-        """Return all that ``set_state`` needs."""
         if self._batched is not None:
             return {"task_id": self.task_id, "physics": self._batched.get_state()}
         scenes: list[SceneState] = [
@@ -288,7 +284,7 @@ class Fleet:
             self._journals[row, task] = ActionJournal.replay(scene["journal"], self._sims[row, task])
 
     def get_scene(self, row: int) -> JournalArrays:
-        """Return the journal of the scene of an environment and its present task (CPU only)."""
+        """Return the journal of the scene of an environment and its current task (CPU only)."""
         if self._batched is not None:
             raise EnvError(
                 "physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu", code="physx-cuda"
@@ -296,7 +292,7 @@ class Fleet:
         return self._journal(row).to_arrays()
 
     def set_scene(self, row: int, journal: JournalArrays) -> None:
-        """Rebuild the scene of an environment and its present task, and replay it bit-exactly (CPU only)."""
+        """Rebuild the scene of an environment and its current task, and replay it bit-exactly (CPU only)."""
         if self._batched is not None:
             raise EnvError(
                 "physx_cuda has no state of single environments", "set env.sim_backend=physx_cpu", code="physx-cuda"
@@ -307,7 +303,6 @@ class Fleet:
         self._journals[key] = ActionJournal.replay(journal, self._sim(row))
 
     def close(self) -> None:
-        """Free all scenes."""
         for sim in self._sims.values():
             sim.close()
         self._sims = {}

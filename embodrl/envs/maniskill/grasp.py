@@ -1,4 +1,4 @@
-"""ManiSkill's test whether a Panda holds something, for one scene on a CPU, without torch."""
+"""ManiSkill's test whether a Panda holds an object, for one scene on a CPU, without torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def angle_between(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 
 
 def use_numpy_grasp_check(agent: Agent) -> None:
-    """Let ``agent.is_grasping`` (evaluated for success and again for the reward of several tasks) cost less.
+    """Replace ``agent.is_grasping``, which success and the rewards of several tasks evaluate, by a cheaper equivalent.
 
-    The answer is ManiSkill's: both fingers press with ``min_force`` newtons at least, each within ``max_angle``
-    degrees of the direction in which it opens.
+    The result is ManiSkill's: both fingers press with at least ``min_force`` newtons, each within ``max_angle`` degrees
+    of its opening direction.
     """
     from mani_skill.utils import common
     from mani_skill.utils.sapien_utils import get_pairwise_contact_impulse

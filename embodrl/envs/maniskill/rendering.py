@@ -1,7 +1,7 @@
-"""Rendering ManiSkill on a CPU: which Vulkan device, and lighter meshes.
+"""Rendering ManiSkill on a CPU: choice of the Vulkan device, and lighter meshes.
 
-SAPIEN draws through Vulkan; on a machine without a GPU that is Mesa's lavapipe. Its cost is the number of triangles:
-a Panda has about 135 000 visual ones and the stock ground 20 000, which is nearly all of the time of a 64 x 64 frame.
+SAPIEN renders through Vulkan; without a GPU that is Mesa's lavapipe. Its cost grows with the number of triangles: a
+Panda has about 135 000 visual ones and the stock ground 20 000, which is nearly all of the time of a 64 x 64 frame.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ GROUND_ALTITUDE_M = -0.9196429
 GROUND_TEXTURE_SQUARE_M = 4.0
 MIN_PART_TRIANGLES = 12
 REDUCTION = 0.95
-"""Part of the triangles that fast pictures do without."""
+"""Fraction of the triangles that fast rendering drops."""
 REFLECTION_TABLE = "BRDFLUT"
-"""The name by which SAPIEN's shaders sample the table of environment reflections (split-sum BRDF integrals)."""
+"""Name by which SAPIEN's shaders sample the table of environment reflections (split-sum BRDF integrals)."""
 
-# Vertices, triangles and normals of the vertices.
+# Vertices, triangles and vertex normals.
 Mesh = tuple[NDArray[np.float32], NDArray[np.uint32], NDArray[np.float32]]
 _decimated: dict[tuple[str, int, float], Mesh] = {}
 
 
 def render_device_name(render_backend: str) -> str:
-    """Return what to call the Vulkan device in ``sapien.Device`` for ``render_backend`` auto, cpu or gpu.
+    """Return the name of the Vulkan device for ``sapien.Device``, given ``render_backend`` auto, cpu or gpu.
 
-    Raises:
-        MissingDependencyError: there is no Vulkan device of that kind that can draw.
+    Raises MissingDependencyError if no Vulkan device of that kind can render.
     """
     import sapien
 
@@ -49,8 +48,8 @@ def render_device_name(render_backend: str) -> str:
         except RuntimeError:
             if render_backend == "gpu":
                 raise MissingDependencyError(
-                    "env.render_backend is gpu, and SAPIEN finds no CUDA device that can render",
-                    "install the NVIDIA driver with its Vulkan part, or set env.render_backend=cpu",
+                    "env.render_backend is gpu, but SAPIEN finds no CUDA device that can render",
+                    "install the NVIDIA driver with Vulkan support, or set env.render_backend=cpu",
                     code="rendering-unavailable",
                 ) from None
     for index in range(8):
@@ -62,18 +61,15 @@ def render_device_name(render_backend: str) -> str:
             return f"pci:{index}"
     raise MissingDependencyError(
         "no Vulkan device can render",
-        "install a Vulkan CPU driver (Debian/Ubuntu: mesa-vulkan-drivers 23 or newer); `embodrl doctor` says more",
+        "install a Vulkan CPU driver (Debian/Ubuntu: mesa-vulkan-drivers 23 or newer); see `embodrl doctor`",
         code="rendering-unavailable",
     )
 
 
 def reduction_of(render_detail: str, mesh_decimation: float | str | None, device: str) -> float:
-    """Return the part of the robot's visual triangles to drop; 0 leaves the ground as it is, too.
+    """Return the fraction of the robot's visual triangles to drop; 0 also keeps the stock ground.
 
-    Args:
-        render_detail: full, fast or auto.
-        mesh_decimation: the fraction to drop; auto or None leaves it to ``render_detail``.
-        device: as ``render_device_name`` returns.
+    ``mesh_decimation`` auto or None leaves it to ``render_detail`` (full, fast or auto) and the device.
     """
     if mesh_decimation not in (None, "auto"):
         return float(mesh_decimation)
@@ -82,10 +78,10 @@ def reduction_of(render_detail: str, mesh_decimation: float | str | None, device
 
 
 def omit_reflection_table(system: sapien.render.RenderSystem, sensors: Iterable[BatchedSensor]) -> None:
-    """Give cameras a table of one texel, for which SAPIEN would integrate one of 512 x 512 texels.
+    """Give cameras a one-texel reflection table, for which SAPIEN would integrate one of 512 x 512 texels.
 
-    On a CPU that takes 6 s of every process, at its first picture. The table only weights light from an environment
-    map; without a map that light is 0 and the pictures are bit-identical. Scenes with a map keep SAPIEN's.
+    On a CPU that takes 6 s in every process, at its first image. The table only weights light from an environment map;
+    without a map that light is 0 and the images are bit-identical. Scenes with a map keep SAPIEN's table.
     """
     import sapien
 
@@ -98,7 +94,7 @@ def omit_reflection_table(system: sapien.render.RenderSystem, sensors: Iterable[
 
 
 def accept_pci_devices() -> None:
-    """Let ManiSkill take ``pci:<id>`` for a render backend: its parser splits the name at the colon."""
+    """Make ManiSkill accept ``pci:<id>`` as render backend: its parser splits the name at the colon."""
     from mani_skill.envs.utils.system import backend
 
     original = backend.parse_backend_device_id
@@ -118,10 +114,10 @@ def decimate(vertices: NDArray[np.float32], triangles: NDArray[np.uint32], reduc
     Args:
         vertices: ``float32[N,3]``.
         triangles: ``uint32[M,3]``.
-        reduction: part of the triangles to drop, in [0, 1).
+        reduction: fraction of the triangles to drop, in [0, 1).
 
     Returns:
-        Vertices ``[N',3]``, triangles ``[M',3]`` and area-weighted vertex normals ``[N',3]``.
+        vertices ``[N',3]``, triangles ``[M',3]`` and area-weighted vertex normals ``[N',3]``.
     """
     fast_simplification, version = simplifier("embodrl[maniskill]")
     return cached(
@@ -156,7 +152,7 @@ def _decimate(
 def _light_shapes(
     shape: sapien.render.RenderShape, reduction: float, min_triangles: int
 ) -> list[sapien.render.RenderShapeTriangleMesh] | None:
-    """Return decimated stand-ins for a triangle mesh, or None if it is small already."""
+    """Return decimated stand-ins for a triangle mesh, or None if it is already small."""
     import sapien
 
     if not isinstance(shape, sapien.render.RenderShapeTriangleMesh):
@@ -183,7 +179,7 @@ def _light_shapes(
 
 
 def render_body(entity: sapien.Entity) -> sapien.render.RenderBodyComponent | None:
-    """Return what is drawn of an entity; None for nothing."""
+    """Return the render body of an entity; None if it has none."""
     import sapien
 
     body = entity.find_component_by_type(sapien.render.RenderBodyComponent)
@@ -204,15 +200,10 @@ def _replace_body(
 
 
 def decimate_robot(links: Sequence[Batched], reduction: float, min_triangles: int = 500) -> int:
-    """Swap the visual meshes of a robot's links for light ones; collision meshes stay as they are.
+    """Replace the visual meshes of a robot's ``Link`` objects by decimated ones; return the number of replaced bodies.
 
-    Args:
-        links: ManiSkill ``Link`` objects.
-        reduction: part of the triangles to drop, in (0, 1).
-        min_triangles: meshes smaller than this stay.
-
-    Returns:
-        How many visual bodies were swapped.
+    Collision meshes and meshes smaller than ``min_triangles`` are kept; ``reduction`` is the fraction of triangles to
+    drop.
     """
 
     swapped = 0
@@ -234,7 +225,7 @@ def decimate_robot(links: Sequence[Batched], reduction: float, min_triangles: in
 
 
 def simplify_ground(ground: BatchedEntity) -> None:
-    """Draw the chequered ground with 2 triangles in place of 20 000; the picture is the same."""
+    """Render the chequered ground with 2 triangles instead of 20 000; the image is the same."""
     import sapien
 
     half = GROUND_WIDTH_M / 2

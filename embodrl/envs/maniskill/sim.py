@@ -1,4 +1,4 @@
-"""One ManiSkill scene, without what a VLA policy does not need: rendering happens on request only."""
+"""One ManiSkill scene, reduced to what a VLA policy needs: renders only on request."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from embodrl.errors import EnvError
 
 
 def to_numpy(tensor: Tensor) -> NDArray[Any]:
-    """Return a torch tensor of any device as numpy."""
+    """Convert a torch tensor of any device to numpy."""
     return tensor.detach().cpu().numpy()
 
 
 class ManiSkillSim:
-    """N environments of one task: N is 1 on a CPU (PhysX steps one scene) and any number on a GPU.
+    """N environments of one task: one on a CPU (PhysX steps one scene), any number on a GPU.
 
     Args:
-        task: a key of ``TASKS``.
+        task: key of ``TASKS``.
         num_envs: N.
         cameras: name -> width, height, and optionally fov_rad, eye and target (None: the task's own).
         sim_backend: physx_cpu or physx_cuda.
         render_backend: auto, cpu or gpu.
-        render_detail: full (stock meshes and ground), fast (light ones), or auto (fast where the CPU draws).
-        mesh_decimation: fraction of the robot's visual triangles to drop, whatever ``render_detail`` is; auto or None
-            leaves it to that.
-        human_size: height and width in pixels of ``render_human``.
-        full_state: ``observe`` has the task's part, too.
-        axis: of ``tasks.AXES``, along which episodes are perturbed; None for none.
+        render_detail: full (stock meshes and ground), fast (light ones), or auto (fast with CPU rendering).
+        mesh_decimation: fraction of the robot's visual triangles to drop, overriding ``render_detail``; auto or None
+            does not override.
+        human_size: height and width of ``render_human``, in pixels.
+        full_state: ``observe`` includes the task's part.
+        axis: axis of ``tasks.AXES`` along which episodes are perturbed; None for none.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class ManiSkillSim:
         import mani_skill.envs  # noqa: F401  registers the tasks
         from mani_skill.utils.logging_utils import logger
 
-        logger.setLevel("ERROR")  # it warns of its own tasks' initial poses, once a scene
+        logger.setLevel("ERROR")  # it warns about its own tasks' initial poses, once per scene
         accept_pci_devices()
         device = render_device_name(render_backend)
         if sim_backend == "physx_cuda" and device != "cuda":
             raise EnvError(
-                "physx_cuda draws on the GPU only",
+                "physx_cuda renders on the GPU only",
                 "set env.render_backend=gpu, or env.sim_backend=physx_cpu",
                 code="physx-cuda",
             )
@@ -83,7 +83,7 @@ class ManiSkillSim:
         self.env: BaseEnv = gymnasium.make(
             task,
             num_envs=num_envs,
-            # With pictures ManiSkill would render at each reset; ``images`` does when asked.
+            # With images ManiSkill would render at each reset; ``images`` renders on request.
             obs_mode="state" if full_state else "none",
             control_mode="pd_ee_delta_pose",
             reward_mode="none",
@@ -104,7 +104,7 @@ class ManiSkillSim:
         reduction = reduction_of(render_detail, mesh_decimation, device)
         if reduction > 0:
             decimate_robot(self.env.agent.robot.links, reduction)
-            # PullCubeTool gives its table another name.
+            # PullCubeTool names its table differently.
             table = self.env.scene_builder if hasattr(self.env, "scene_builder") else self.env.table_scene
             simplify_ground(table.ground)
         self.full_state = full_state
@@ -123,7 +123,7 @@ class ManiSkillSim:
         self.control_hz = float(self.env.control_freq)
 
     def _place_cameras(self, cameras: Mapping[str, CameraSettings]) -> None:
-        """Put the configured cameras in place of the task's own, whose place and view are the default."""
+        """Replace the task's cameras by the configured ones; pose and field of view default to the task's."""
         from mani_skill.sensors.camera import Camera, CameraConfig
         from mani_skill.utils.sapien_utils import look_at
 
@@ -155,19 +155,19 @@ class ManiSkillSim:
             if self._perturbation is not None:
                 self._perturbation.begin(int(seeds[0]))
             return
-        # ManiSkill takes the list for the seeds of all N, also where only some rows are reset.
+        # ManiSkill takes the list as the seeds of all N, even when only some rows are reset.
         self._seeds[rows] = seeds
         self.env.reset(seed=[int(seed) for seed in self._seeds], options={"env_idx": self._tensor(rows)})
 
     def _initialize_row_by_row(self) -> None:
-        """Draw each row's initial state from its own seed; ManiSkill draws those of a batch together, from the first.
+        """Draw each row's initial state from its own seed; ManiSkill draws a whole batch from the first seed.
 
-        Without it neither would the same seed give the same state, nor would the environments of a group start alike.
+        Otherwise the same seed would not give the same state, and the environments of a group would not start alike.
         """
         env = self.env
         seeds = self._seeds
         initialize = env._initialize_episode
-        torch = import_module("torch")  # ManiSkill's; ``env.reset`` restores its generator afterwards
+        torch = import_module("torch")  # ManiSkill's generator; ``env.reset`` restores it afterwards
 
         def initialize_rows(env_idx: Tensor, options: dict[str, object]) -> None:
             mask = env.scene._reset_mask
@@ -216,8 +216,8 @@ class ManiSkillSim:
     def get_state(self) -> dict[str, NDArray[np.float32]]:
         """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
 
-        PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues closely, not bit-exactly;
-        ``fleet.ActionJournal`` restores it bit-exactly.
+        PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues approximately, not
+        bit-exactly; ``fleet.ActionJournal`` restores it bit-exactly.
         """
         flat: dict[str, NDArray[np.float32]] = {}
         for kind, members in self.env.get_state_dict().items():
@@ -226,7 +226,6 @@ class ManiSkillSim:
         return flat
 
     def set_state(self, state: dict[str, NDArray[np.float32]]) -> None:
-        """Restore what ``get_state`` returned."""
         nested: dict[str, dict[str, object]] = {}
         for key, value in state.items():
             kind, _, name = key.partition("/")
@@ -234,12 +233,11 @@ class ManiSkillSim:
         self.env.set_state_dict(nested)
 
     def close(self) -> None:
-        """Free the scene."""
         self.env.close()
 
 
 def hand_camera(env: BaseEnv) -> Any:
-    """Return the camera of a Panda without one: beside the wrist, looking along the fingers, which it sees."""
+    """Return a camera for a Panda without one: next to the wrist, looking along the fingers, which it sees."""
     from mani_skill.sensors.camera import CameraConfig
     from mani_skill.utils.structs import Pose
     from sapien import Pose as ScenePose
@@ -252,8 +250,7 @@ def hand_camera(env: BaseEnv) -> Any:
 def observe(sims: Sequence[ManiSkillSim]) -> NDArray[np.float32]:
     """Return joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``.
 
-    Args:
-        sims: scenes of one task, with N environments together.
+    ``sims`` are scenes of one task, with N environments in total.
     """
     if not sims[0].full_state:
         robots = [sim.env.agent.robot for sim in sims]
@@ -267,14 +264,14 @@ def observe(sims: Sequence[ManiSkillSim]) -> NDArray[np.float32]:
 def evaluate(
     sims: Sequence[ManiSkillSim], actions: NDArray[np.float32] | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Evaluate the present states of scenes of one task, N environments together.
+    """Evaluate the current states of scenes of one task, with N environments in total.
 
     Args:
-        sims: the scenes.
-        actions: ``float32[N,A]``, those executed last; None before the first.
+        sims: scenes.
+        actions: last executed actions ``float32[N,A]``; None before the first.
 
     Returns:
-        The normalised dense reward ``float32[N]`` (ManiSkill's own, 1 at success) and success ``bool[N]``.
+        normalised dense reward ``float32[N]`` (ManiSkill's own, 1 at success) and success ``bool[N]``.
     """
     if sims[0].task.reward_keeps_state and len(sims) > 1:
         alone = [evaluate([sim], None if actions is None else actions[[row]]) for row, sim in enumerate(sims)]

@@ -7,10 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import AXES, INSTRUCTIONS
 from embodrl.interface import OPENS_POSITIVE, Interface
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 MIB = 1 << 20
@@ -23,11 +24,11 @@ class ManiSkillConfig(EnvConfig):
         default="auto", description="physics; auto is physx_cpu, which gives bit-reproducible runs"
     )
     render_backend: Literal["auto", "cpu", "gpu"] = Field(
-        default="auto", description="Vulkan device; auto takes a GPU if there is one"
+        default="auto", description="Vulkan device; auto uses a GPU if there is one"
     )
     mesh_decimation: Fraction | Literal["auto"] = Field(
         default="auto",
-        description="fraction of the robot's visual triangles to drop; 0 leaves the ground unchanged, too; auto leaves"
+        description="fraction of the robot's visual triangles to drop; 0 also leaves the ground unchanged; auto leaves"
         " both to render_detail",
     )
 
@@ -37,7 +38,7 @@ RULES = RuleSet()
 
 @RULES.rule("env.sim_backend", "env.render_backend", "env.num_processes", "cluster")
 def gpu_physics_fits(context: Context) -> Iterator[Finding]:
-    """GPU physics: a GPU, GPU rendering, one process on each GPU."""
+    """GPU physics needs a GPU, GPU rendering, and one process per GPU."""
     env = context.env(ManiSkillConfig)
     device = context.config.cluster.device
     if env.sim_backend != "physx_cuda":
@@ -63,7 +64,7 @@ def gpu_physics_fits(context: Context) -> Iterator[Finding]:
     if env.num_processes > max(1, len(gpus)):
         yield Finding(
             "env.num_processes",
-            f"physx_cuda batches the environments of a GPU in one process, and {env.num_processes} processes are placed"
+            f"physx_cuda batches the environments of a GPU in one process, but {env.num_processes} processes are placed"
             f" on {max(1, len(gpus))} GPU(s)",
             f"set env.num_processes={max(1, len(gpus))}, or place env on as many GPUs",
             f"at most {max(1, len(gpus))}",
@@ -73,7 +74,7 @@ def gpu_physics_fits(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("env.mesh_decimation")
 def some_triangles_remain(context: Context) -> Iterator[Finding]:
-    """Decimation leaves something to be seen."""
+    """Decimation leaves some triangles."""
     if context.env(ManiSkillConfig).mesh_decimation == 1:
         hint = "set it to 0.95, or auto"
         yield Finding(
@@ -83,12 +84,12 @@ def some_triangles_remain(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("model.gripper", "env.env_type")
 def gripper_opens_upward(context: Context) -> Iterator[Finding]:
-    """ManiSkill opens the gripper at +1, LIBERO's convention closes it there."""
+    """ManiSkill opens the gripper at +1; LIBERO's convention closes it there."""
     if context.config.model.gripper == "libero":
         yield Finding(
             "model.gripper",
             "is libero, which closes the gripper at +1; ManiSkill opens it there, so that every grasp is inverted",
-            "set it to bridge for a model whose gripper is from 0 (closed) to 1 (open), else to as_is",
+            "set it to bridge for a model whose gripper ranges from 0 (closed) to 1 (open), else to as_is",
             "as_is, bridge",
             others=("env.env_type",),
         )
@@ -96,29 +97,29 @@ def gripper_opens_upward(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("rollout.workflow", "env.sim_backend")
 def workflows_need_single_environments(context: Context) -> Iterator[Finding]:
-    """A workflow steps each of its environments on its own."""
+    """A workflow steps each of its environments individually."""
     if context.config.rollout.workflow is not None and context.env(ManiSkillConfig).sim_backend == "physx_cuda":
-        message = "physx_cuda steps all its environments at once, but the episodes of a workflow go their own ways"
+        message = "physx_cuda steps all its environments at once, but a workflow steps its episodes individually"
         hint = "set env.sim_backend=physx_cpu"
         yield Finding("env.sim_backend", message, hint, "auto, physx_cpu", others=("rollout.workflow",))
 
 
 @RULES.rule("env.enable_offload", "env.sim_backend")
 def simulators_come_back_bit_exactly(context: Context) -> Iterator[Finding]:
-    """States of GPU physics are restored closely, not bit-exactly."""
+    """States of GPU physics are restored approximately, not bit-exactly."""
     env = context.env(ManiSkillConfig)
     if env.enable_offload and env.sim_backend == "physx_cuda":
-        message = "is true, and physx_cuda restores a saved state closely, but not bit-exactly"
+        message = "is true, but physx_cuda restores a saved state only approximately, not bit-exactly"
         hint = "set it to false, or env.sim_backend=physx_cpu"
         yield Finding("env.enable_offload", message, hint, "false", others=("env.sim_backend",))
 
 
 @RULES.rule("axes", "env.sim_backend")
 def axes_are_of_single_scenes(context: Context) -> Iterator[Finding]:
-    """Perturbations are of scenes on a CPU."""
+    """Perturbations need scenes on a CPU."""
     if context.config.axes is not None and context.env(ManiSkillConfig).sim_backend == "physx_cuda":
-        message = "physx_cuda has no perturbed scenes"
-        hint = "set env.sim_backend=physx_cpu, or leave axes out"
+        message = "physx_cuda does not support perturbed scenes"
+        hint = "set env.sim_backend=physx_cpu, or omit axes"
         yield Finding("axes", message, hint, others=("env.sim_backend",))
 
 
@@ -127,8 +128,8 @@ def decimation_decides(context: Context) -> Iterator[Finding]:
     """env.mesh_decimation overrides env.render_detail."""
     decimation = context.env(ManiSkillConfig).mesh_decimation
     if decimation != "auto" and context.by_user("env.render_detail"):
-        message = f"has no effect: env.mesh_decimation is {decimation:g}, which decides alone"
-        yield Finding("env.render_detail", message, "leave it out, or set env.mesh_decimation=auto")
+        message = f"has no effect: env.mesh_decimation is {decimation:g}, which overrides it"
+        yield Finding("env.render_detail", message, "omit it, or set env.mesh_decimation=auto")
 
 
 def interface(env: EnvConfig) -> Interface:
@@ -167,10 +168,10 @@ SPEC = SimulatorSpec(
     example={"tasks": ["PushCube-v1"], "cameras": [{**EXAMPLE_CAMERA, "name": "base_camera"}]},
     process_bytes=600 * MIB,
     env_bytes=5 * MIB,
-    actions="change of the gripper's pose (x, y, z, three angles) and its opening, -1 to 1",
+    actions="change of the gripper's pose (x, y, z, three angles) and gripper opening, -1 to 1",
     camera_list="base_camera, hand_camera (on the wrist), or any name with eye and target",
     experts="all tasks",
     interface=interface,
     axes=AXES,
-    verified="all tasks on a CPU; on a GPU not yet",
+    verified="all tasks on a CPU; not yet on a GPU",
 )

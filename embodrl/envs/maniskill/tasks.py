@@ -1,4 +1,4 @@
-"""The ManiSkill tasks: what they are called in words, and what differs from stock."""
+"""The ManiSkill tasks: language instructions and differences from stock."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Task:
 
     Attributes:
         name: gymnasium id.
-        instruction: for the policy, in words.
-        robot: the only one, or the one that its reward is for.
-        show_hidden: draw what ManiSkill hides from cameras (the goal of PickCube can't be seen otherwise).
-        reward_keeps_state: the reward depends on earlier evaluations, and is evaluated scene by scene.
+        instruction: language instruction for the policy.
+        robot: the only supported robot, or the robot its reward is written for.
+        show_hidden: render objects that ManiSkill hides from cameras (PickCube's goal is otherwise invisible).
+        reward_keeps_state: the reward depends on earlier evaluations, so that scenes are evaluated one by one.
     """
 
     name: str
@@ -47,15 +47,15 @@ GOALS = {
     **{"PushCube-v1": "goal_region", "PullCube-v1": "goal_region", "PickCube-v1": "goal_site"},
     "RollBall-v1": "goal_region",
 }
-"""Tasks with a goal that can move: what it is called in the scene."""
+"""Tasks with a movable goal: its name in the scene."""
 AXES = {
     "light": Axis("vision", "all lights dimmed to 40 to 70 % or raised to 140 to 180 %, and tinted by up to 25 %"),
     "texture": Axis("vision", "table and ground with checks, stripes or speckles of two random colours"),
     "camera": Axis("vision", "each camera moved by up to 5 cm and turned by up to 4 degrees about each axis"),
     **COMMON,
-    "colours": Axis("semantics", "red, green and blue exchanged on all objects and in the instruction"),
-    "distractors": Axis("semantics", "four more things of random shape and colour on the table; they can't be touched"),
-    "objects": Axis("execution", "objects and goal moved together by 4 to 8 cm from where episodes begin"),
-    "robot": Axis("execution", "each joint of the arm begins off its place, by a standard deviation of 0.1 rad"),
-    "goal": Axis("execution", "the goal moves to and fro by 4 cm within 80 steps", tasks=tuple(GOALS)),
+    "colours": Axis("semantics", "red, green and blue swapped on all objects and in the instruction"),
+    "distractors": Axis("semantics", "four more objects of random shape and colour on the table, without collisions"),
+    "objects": Axis("execution", "objects and goal moved together by 4 to 8 cm from their initial place"),
+    "robot": Axis("execution", "each joint of the arm begins displaced, by a standard deviation of 0.1 rad"),
+    "goal": Axis("execution", "the goal moves back and forth by 4 cm within 80 steps", tasks=tuple(GOALS)),
 }

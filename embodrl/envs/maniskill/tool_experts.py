@@ -1,4 +1,4 @@
-"""Experts for the ManiSkill tasks with a peg, a tool or a bin, in the manner of ``experts``."""
+"""Experts for the ManiSkill tasks with a peg, a tool or a bin, in the style of ``experts``."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ Matrix = NDArray[np.float64]
 
 
 def _matrix(pose: Pose) -> Matrix:
-    """Return ``float64[4,4]``."""
     return pose.to_transformation_matrix()[0].cpu().numpy().astype(np.float64)
 
 
 def _turned(action: Vector, rotation_rad: NDArray[np.floating], gain: float = 1.0) -> Vector:
-    """Add a rotation vector ``[3]``; ManiSkill scales rotations by the lower bound, so its sign is the other one."""
+    """Add a rotation vector ``[3]`` with opposite sign: ManiSkill scales rotations by the lower bound."""
     action[3:6] = np.clip(-gain * rotation_rad / ROTATION_STEP_RAD, -1, 1)
     return action
 
 
 class HoldBar(Expert):
-    """Grasp a bar from above at a place along its axis, with the fingers across it; a subclass says what then.
+    """Grasp a bar from above at a point along its axis, fingers across it; subclasses define the rest.
 
-    Args:
-        bar: attribute of the environment; its x axis is that of the bar.
-        along_m: where it is held, from the bar's origin.
+    ``bar`` is an attribute of the environment, whose x axis is the bar's; it is held ``along_m`` from its origin.
     """
 
     approach_m = 0.07
@@ -66,13 +63,13 @@ class HoldBar(Expert):
 
 
 def _across(fingers: NDArray[np.floating], axis: NDArray[np.floating]) -> float:
-    """Return the turn about the vertical, in rad, that puts the fingers across an axis: +-90 degrees at most."""
+    """Return the turn about the vertical, in rad, that puts the fingers across an axis: at most +-90 degrees."""
     angle = np.arctan2(axis[1], axis[0]) + np.pi / 2 - np.arctan2(fingers[1], fingers[0])
     return float((angle + np.pi / 2) % np.pi - np.pi / 2)
 
 
 class InsertPeg(HoldBar):
-    """Hold the peg by its tail, bring its head before the hole, line it up and push it in."""
+    """Hold the peg by its tail, align its head with the hole, and push it in."""
 
     before_m = 0.05
     sideways_m = 0.002
@@ -86,10 +83,10 @@ class InsertPeg(HoldBar):
         hole = _matrix(env.box_hole_pose)
         head = _matrix(env.peg_head_pose)
         half_length_m = float(np.linalg.norm(head[:3, 3] - pose[:3, 3]))
-        seen = hole[:3, :3].T @ (head[:3, 3] - hole[:3, 3])  # from the hole: along it, sideways, up
+        seen = hole[:3, :3].T @ (head[:3, 3] - hole[:3, 3])  # relative to the hole: along it, sideways, up
         turn_rad = np.cross(head[:3, 0], hole[:3, 0])
         entrance = -half_length_m  # the box is as deep as the peg is long
-        # Once it is on its way, tolerances are wider.
+        # Once under way, tolerances are wider.
         slack = 3.0 if self.inserting else 1.0
         self.inserting = bool(
             np.abs(seen[1:]).max() < slack * self.sideways_m and np.linalg.norm(turn_rad) < slack * self.aligned_rad
@@ -97,12 +94,12 @@ class InsertPeg(HoldBar):
         wanted = np.array([entrance - self.before_m, 0.0, 0.0])
         if self.inserting:
             wanted[0] = min(seen[0] + 0.03, 0.01)
-        elif seen[0] > entrance - 0.01:  # beside the hole: back first
+        elif seen[0] > entrance - 0.01:  # next to the hole: move back first
             wanted[1:] = seen[1:]
-        elif seen[2] < -0.03:  # lying yet: up first
+        elif seen[2] < -0.03:  # still lying: lift first
             wanted[:2] = np.minimum(seen[0], wanted[0]), seen[1]
         move = hole[:3, :3] @ (wanted - seen)
-        far = max(np.abs(seen[1:]).max() / 0.02, 1.0)  # close to the hole more is asked for, against friction
+        far = max(np.abs(seen[1:]).max() / 0.02, 1.0)  # near the hole, push harder against friction
         return _turned(reach(tcp, tcp + move.astype(np.float32), CLOSED, gain=1.0 + 1.5 / far), turn_rad)
 
 
@@ -122,7 +119,7 @@ class PokeCube(HoldBar):
         if abs(head[1] - cube[1]) > 0.008 and behind > 0.01:
             target[0] = min(head[0], cube[0] - 0.05)
         elif np.linalg.norm(cube[:2] - goal[:2]) < 0.035:
-            target = head  # the robot is to be still
+            target = head  # the robot must be still
         else:
             target[0] = head[0] + max(goal[0] - 0.02 - cube[0], 0.02) + max(behind - 0.03, 0.0)
         return _turned(reach(tcp, tcp + (target - head).astype(np.float32), CLOSED, gain=1.0), turn_rad)
@@ -158,7 +155,7 @@ class PullWithTool(HoldBar):
 
 
 class PlaceSphere(PickCube):
-    """Let a ball drop into a bin from just above."""
+    """Drop a ball into a bin from just above it."""
 
     centred_m = 0.004
 
@@ -184,7 +181,7 @@ class PlaceSphere(PickCube):
 
 
 class RollBall(Expert):
-    """Get behind the ball, seen from the goal, and push it off; the robot's base looks along -y."""
+    """Get behind the ball, as seen from the goal, and push it; the robot's base looks along -y."""
 
     behind_m = 0.1
     height_m = 0.035
@@ -202,7 +199,9 @@ class RollBall(Expert):
         apart = float(np.linalg.norm(tcp[:2] - start[:2]))
         above = float(tcp[2] - self.height_m)
         fingers = _matrix(env.agent.tcp.pose)[:3, 1]
-        turn_rad = np.array([0.0, 0.0, _across(fingers, np.array([*way, 0.0]))])  # the ball leaves a finger's flat side
+        turn_rad = np.array(
+            [0.0, 0.0, _across(fingers, np.array([*way, 0.0]))]
+        )  # the ball slips off a finger's flat side
         if apart < 0.004 and above < 0.01 and abs(turn_rad[2]) < 0.03:
             self.line = ball[:2].copy(), way
             return self._strike(tcp, *self.line)
@@ -212,7 +211,7 @@ class RollBall(Expert):
         return _turned(action, turn_rad)
 
     def _strike(self, tcp: Vector, ball: NDArray[np.floating], way: NDArray[np.floating]) -> Vector:
-        """Return the action along the line through where the ball was, as far as there."""
+        """Return the action along the line through the ball's initial position, up to that position."""
         side = np.array([-way[1], way[0]])
         short = tcp[:2] - ball
         speed = self.speed if short @ way < 0.0 else 0.0
@@ -220,7 +219,7 @@ class RollBall(Expert):
         return self._in_base(np.array([*push, (self.height_m - tcp[2]) / POSITION_STEP_M]))
 
     def _in_base(self, move: NDArray[np.floating]) -> Vector:
-        """Return the action of a move ``[3]`` in the world: the base's x axis is -y there, its y axis is x."""
+        """Convert a world-frame move ``[3]`` to the base frame: the base's x axis is -y, its y axis is x."""
         return np.array([-move[1], move[0], move[2], 0, 0, 0, CLOSED], np.float32)
 
 

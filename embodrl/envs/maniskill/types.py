@@ -1,4 +1,4 @@
-"""What embodrl uses of ManiSkill's objects, which have no types of their own; SAPIEN's have."""
+"""Protocols for the parts of ManiSkill's untyped objects that embodrl uses; SAPIEN's objects are typed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import sapien
 
 BaseEnv: TypeAlias = Any
-"""ManiSkill's ``BaseEnv`` of version 3.0.1, tasks' own attributes included."""
+"""ManiSkill's ``BaseEnv`` of version 3.0.1, including attributes of the tasks."""
 
 
 class Tensor(Protocol):
-    """A torch tensor; embodrl's simulators import no torch themselves."""
+    """A torch tensor; embodrl's simulators do not import torch themselves."""
 
     def detach(self) -> Tensor: ...
     def cpu(self) -> Tensor: ...
@@ -53,7 +53,7 @@ class BatchedCamera(Protocol):
 
 
 class BatchedSensor(Protocol):
-    """A ManiSkill sensor that takes pictures."""
+    """A ManiSkill camera sensor."""
 
     camera: BatchedCamera
 

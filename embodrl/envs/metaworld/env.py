@@ -1,6 +1,7 @@
-"""Meta-World (Sawyer arm, MuJoCo) with pictures: MT1, MT10 and MT50, its success, its scripted policies as experts.
+"""Meta-World (Sawyer arm, MuJoCo) with images: MT1, MT10 and MT50, with scripted policies as experts.
 
 Meta-World: Yu et al. 2019, arXiv 1910.10897; version 3 of its tasks (the package ``metaworld``).
+
 Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
@@ -22,34 +23,32 @@ from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
 from embodrl.errors import EnvOrderError, MissingDependencyError
 
 if TYPE_CHECKING:
-    from typing import Unpack  # not in Python 3.10, which simulators may run in
+    from typing import Unpack  # not in Python 3.10, which simulators may use
 
 MAX_REWARD = 10.0
-"""Meta-World's dense rewards lie between 0 and this, which they reach at success."""
+"""Meta-World's dense rewards lie between 0 and this value, which they reach at success."""
 STATE_DIM = 4
 FULL_STATE_DIM = 39
 UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
-"""Cameras that hang head first in Meta-World's scenes; their pictures are turned."""
+"""Cameras mounted upside down in Meta-World's scenes; their images are rotated."""
 UNLIMITED = 10**9
-HINT = "pip install 'embodrl[metaworld]', or set env.python to an interpreter that has it"
+HINT = "pip install 'embodrl[metaworld]', or set env.python to an interpreter with metaworld installed"
 
 
 class _Expert(Protocol):
-    """One of Meta-World's scripted policies."""
-
     def get_action(self, obs: NDArray[np.float64], /) -> NDArray[np.float64]: ...
 
 
 class MetaWorldSimulator(Simulator):
-    """One task of Meta-World. Actions are the change of the gripper's place (x, y, z; 1 is 1 cm) and its closing.
+    """One task of Meta-World. Actions are the change of the gripper's position (x, y, z; 1 is 1 cm) and its closing.
 
-    The initial state follows from the seed alone, also where Meta-World would take one of 50 from a list.
+    The initial state depends on the seed alone, even where Meta-World would take one of 50 from a list.
 
     Args:
-        task: a name such as ``push-v3``.
+        task: task name such as ``push-v3``.
         cameras: ``[{name, height, width, fov_rad, eye, target}]``.
-        film_size: height and width in pixels of ``film``.
-        renderers: task -> its renderer; shared by the simulators of a process.
+        film_size: height and width of ``film``, in pixels.
+        renderers: task -> renderer, shared by the simulators of a process.
         render_detail: see ``SceneRenderer``.
         full_state: ``proprioception`` is Meta-World's whole observation: objects now and a step before, and the goal.
     """
@@ -79,9 +78,9 @@ class MetaWorldSimulator(Simulator):
         env._set_task_called = True
         env._freeze_rand_vec = False
         env.seeded_rand_vec = True
-        # The experts want to see the goal; it is in no observation of the policy's.
+        # The experts need the goal, which the policy never observes.
         env._partially_observable = False
-        env.__dict__.pop("sawyer_observation_space", None)  # a cached one would cut the goal off
+        env.__dict__.pop("sawyer_observation_space", None)  # a cached observation space would cut off the goal
         env.max_path_length = UNLIMITED
         self._env = env
         self.state_dim = FULL_STATE_DIM if full_state else STATE_DIM
@@ -101,7 +100,7 @@ class MetaWorldSimulator(Simulator):
         self._env.seed(seed)
         self._obs, _ = self._env.reset()
         self._expert = None
-        # Meta-World moves the marks of the goal last: without this, they are drawn where the episode before had them.
+        # Meta-World moves the goal markers last; without this, the previous episode's position would be rendered.
         self._mujoco.mj_kinematics(self._env.model, self._env.data)
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
@@ -125,7 +124,7 @@ class MetaWorldSimulator(Simulator):
         return picture[::-1, ::-1] if turned else picture
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return the gripper's place in metres, its opening, 0 to 1, and what ``full_state`` adds: ``float32[S]``."""
+        """Return gripper position (m) and opening (0 to 1), and what ``full_state`` adds: ``float32[S]``."""
         return self._obs[: self.state_dim].astype(np.float32)
 
     def signature(self) -> bytes:
@@ -137,11 +136,11 @@ class MetaWorldSimulator(Simulator):
     def expert_action(self) -> NDArray[np.float32]:
         """Meta-World's own scripted policy, which sees the state."""
         if self._expert is None:
-            raise EnvOrderError("the expert has not begun", "call expert_reset first")
+            raise EnvOrderError("the expert has not started", "call expert_reset first")
         return np.clip(self._expert.get_action(self._obs), -1, 1).astype(np.float32)
 
     def close(self) -> None:
-        """Its renderer belongs to all."""
+        """The renderer is shared and stays."""
 
 
 def _is_upside_down(camera: CameraSettings) -> bool:
@@ -151,19 +150,10 @@ def _is_upside_down(camera: CameraSettings) -> bool:
 class MetaWorldVectorEnv(SimulatorVectorEnv):
     """B environments of Meta-World.
 
-    Args:
-        num_envs: B.
-        tasks: names of ``INSTRUCTIONS``.
-        cameras: ``[{name, height, width, fov_rad, eye, target}]``; Meta-World's are topview, corner, corner2, corner3,
-            corner4, behindGripper and gripperPOV.
-        include_state: add the gripper's place and opening to the observation.
-        full_state: and all else that Meta-World's own observation has: places of objects and of the goal.
-        include_images: False: nothing is drawn for the policy, and its pictures are black.
-        max_chunk: largest number of actions in a chunk.
-        render_detail: auto, full or fast.
-        video_size: height and width in pixels of videos.
-        video_fps: frames per second of videos; None is the rate of control.
-        rules: the fields of ``EpisodeRules``; the dense reward is Meta-World's, divided by 10.
+    The arguments are the settings of the section ``env`` with the fields of ``EpisodeRules``; the dense reward is
+    Meta-World's, divided by 10. Tasks are names of ``INSTRUCTIONS``. Meta-World's own cameras are topview, corner,
+    corner2, corner3, corner4, behindGripper and gripperPOV. ``include_state`` adds the gripper's position and opening
+    to the observation, ``full_state`` the rest of Meta-World's own observation: positions of objects and of the goal.
     """
 
     def __init__(

@@ -25,9 +25,9 @@ SPEC = SimulatorSpec(
     draws_with="mujoco",
     example={"tasks": ["reach-v3"], "cameras": [{**EXAMPLE_CAMERA, "name": "corner2"}]},
     axes=COMMON,
-    actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
+    actions="change of the gripper's position (x, y, z) and gripper closing, -1 to 1",
     camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
     experts="all tasks",
     interface=lambda env: INTERFACE,
-    verified="all tasks on a CPU (MUJOCO_GL=egl); on a GPU not yet",
+    verified="all tasks on a CPU (MUJOCO_GL=egl); not yet on a GPU",
 )

@@ -1,4 +1,4 @@
-"""What Meta-World's tasks are called in words, and which of them make a benchmark. Imports nothing of Meta-World."""
+"""Language instructions of Meta-World's tasks, and the tasks of each benchmark. Imports nothing of Meta-World."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fewer triangles for MuJoCo's renderer; what collides is read from the model that is simulated, and stays as it is."""
+"""Lighter meshes for MuJoCo's renderer; collisions use the simulated model, which stays as it is."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from embodrl.envs.mesh_cache import cached, simplifier
 from embodrl.envs.mujoco.types import MjModel
 
 REDUCTION = 0.9
-MIN_FACES = 1000  # a mesh with fewer is left alone
-KEPT_FACES = 600  # and this many stay at least
-KEPT_TEXTURED = 2000  # of those with a picture on them, whose seams would tear
-CREASE_COSINE = 0.7  # faces that differ by more than 45 degrees meet in an edge that shows
+MIN_FACES = 1000  # smaller meshes are left alone
+KEPT_FACES = 600  # minimum number of faces kept
+KEPT_TEXTURED = 2000  # for textured meshes, whose seams would tear
+CREASE_COSINE = 0.7  # faces that differ by more than 45 degrees meet in a visible edge
 _MESH_GEOM = 7  # mjGEOM_MESH
 _ALGORITHM = f"mujoco 1, {REDUCTION} {KEPT_FACES} {KEPT_TEXTURED} {CREASE_COSINE}"
 
@@ -23,14 +23,9 @@ _Reduced = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], 
 
 
 def lighten_meshes(model: MjModel, hidden_groups: tuple[int, ...] = ()) -> MjModel:
-    """Return a copy of an ``MjModel``, for an OpenGL context only, whose larger visible meshes are lighter.
+    """Return a copy of an ``MjModel`` with lighter large visible meshes, for an OpenGL context only.
 
-    Args:
-        model: compiled.
-        hidden_groups: groups of geoms that are not drawn, whose meshes may stay.
-
-    Raises:
-        MissingDependencyError: fast_simplification is not installed.
+    Meshes of geoms in ``hidden_groups`` are kept. Raises MissingDependencyError without fast_simplification.
     """
     shown = (model.geom_type == _MESH_GEOM) & ~np.isin(model.geom_group, hidden_groups)
     textured = {int(model.geom_dataid[geom]) for geom in np.flatnonzero(shown).tolist() if _has_texture(model, geom)}
@@ -79,12 +74,12 @@ def _reduce(model: MjModel, mesh: int, textured: bool) -> None:
 
 
 def lighter(corners: NDArray[np.float32], uv: NDArray[np.float32]) -> _Reduced:
-    """Return vertices, normals of corners, texture coordinates and triangles of a lighter mesh.
+    """Return vertices, corner normals, texture coordinates and triangles of a lighter mesh.
 
     Args:
-        corners: ``float32[3F,3]``, three a triangle.
-        uv: ``float32[3F,2]``; corners are one vertex where position and texture agree, so that seams stay seams. Empty
-            for none, and then the texture coordinates that are returned are, too.
+        corners: ``float32[3F,3]``, three per triangle.
+        uv: ``float32[3F,2]``; corners are one vertex where position and texture agree, so that seams are preserved. If
+            empty, so are the returned texture coordinates.
     """
     simplify, version = simplifier("embodrl[metaworld]")
     return cached(f"{_ALGORITHM}, {version}", (corners, uv), lambda: _lighter(corners, uv, simplify))
@@ -102,16 +97,16 @@ def _lighter(corners: NDArray[np.float32], uv: NDArray[np.float32], fast_simplif
     points, faces, origin = fast_simplification.replay_simplification(points, faces, collapses)
     points_uv = np.zeros((len(points) if has_uv else 0, 2), np.float32)
     if has_uv:
-        points_uv[origin[::-1]] = unique[::-1, 3:]  # of the first vertex that went into each
+        points_uv[origin[::-1]] = unique[::-1, 3:]  # of the first vertex merged into each
     return points.astype(np.float32), corner_normals(points, faces), points_uv, faces.astype(np.int32)
 
 
 def corner_normals(points: NDArray[np.float32], faces: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return a normal for each corner of each triangle, ``float32[3F,3]``: smooth, but not over creases."""
+    """Return a normal for each corner of each triangle, ``float32[3F,3]``: smooth, but not across creases."""
     a, b, c = (points[faces[:, corner]].astype(np.float64) for corner in range(3))
     weighted = np.cross(b - a, c - a)  # longer for larger triangles
     unit = weighted / np.maximum(np.linalg.norm(weighted, axis=1, keepdims=True), 1e-12)
-    _, place = np.unique(points, axis=0, return_inverse=True)  # vertices that a texture seam split are one place
+    _, place = np.unique(points, axis=0, return_inverse=True)  # vertices split by a texture seam share a position
     corners = place.reshape(-1)[faces.ravel()]
     order = np.argsort(corners, kind="stable")
     normals = np.zeros((len(corners), 3))

@@ -1,7 +1,4 @@
-"""What the simulators on MuJoCo share: cameras, and pictures that are quick on a CPU.
-
-Shapes: H x W image.
-"""
+"""Shared by the MuJoCo simulators: cameras, and rendering that is fast on a CPU. Shapes: H x W image."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from embodrl.errors import EnvError
 
 @cache
 def is_fast(detail: str) -> bool:
-    """Tell what ``auto`` means on this machine: fast where OpenGL draws on the CPU. Makes a context to find out."""
+    """Resolve ``auto`` for this machine: fast if OpenGL renders on the CPU. Creates a context to find out."""
     if detail != "auto":
         return detail == "fast"
     _shared_context().make_current()
@@ -30,7 +27,7 @@ def is_fast(detail: str) -> bool:
 
 
 def simplify(model: MjModel) -> None:
-    """Leave out what costs a CPU most of a picture's time: shadow maps and anti-aliasing. Before a context is made."""
+    """Turn off shadow maps and anti-aliasing, the largest rendering costs on a CPU. Call before a context is made."""
     model.vis.quality.shadowsize = 0
     model.vis.quality.offsamples = 0
 
@@ -46,11 +43,12 @@ def _shared_context() -> GLContext:
 
 @dataclass(frozen=True)
 class SceneCamera:
-    """What a picture is taken with.
+    """Camera of an image.
 
     Attributes:
-        view: an ``MjvCamera``.
-        fov_deg: of a free camera, as MuJoCo's model has one for all of them; None is the model's.
+        view: ``MjvCamera``.
+        fov_deg: field of view of a free camera, since MuJoCo's model has a single one for all of them; None for the
+            model's.
     """
 
     view: object
@@ -58,15 +56,14 @@ class SceneCamera:
 
 
 class SceneRenderer:
-    """Draws the scenes of models that differ in positions only, such as the simulators of one task.
+    """Renders models that differ only in positions, such as the simulators of one task.
 
     Args:
-        model: one of them; its ``vis`` is changed.
-        height: pixels of the largest picture.
-        width: the same.
-        detail: ``full`` draws as MuJoCo does, ``fast`` with fewer triangles, without shadows, reflections and
-            anti-aliasing; ``auto`` is fast where a CPU draws.
-        hidden_groups: groups of geoms that are not drawn.
+        model: one of the models; its ``vis`` is changed.
+        height, width: size of the largest image, in pixels.
+        detail: ``full`` renders as MuJoCo does, ``fast`` with fewer triangles, without shadows, reflections and
+            anti-aliasing; ``auto`` is fast with CPU rendering.
+        hidden_groups: groups of invisible geoms.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class SceneRenderer:
         if fast:
             simplify(model)
         elif not model.light_castshadow.any():
-            model.vis.quality.shadowsize = 0  # a shadow map of 64 MB that nothing is drawn into
+            model.vis.quality.shadowsize = 0  # an unused shadow map of 64 MB
         model.vis.global_.offheight = height
         model.vis.global_.offwidth = width
         self._gl.make_current()
@@ -110,16 +107,14 @@ class SceneRenderer:
         return picture[::-1]
 
     def close(self) -> None:
-        """Free what lies on the graphics side."""
         self._gl.make_current()
         self._context.free()
 
 
 def make_camera(model: MjModel, settings: CameraSettings) -> SceneCamera:
-    """Return the camera of ``{name, fov_rad, eye, target}``: one of the model's, or a free one with a place.
+    """Return the camera of ``{name, fov_rad, eye, target}``: one of the model's, or a free camera if a pose is given.
 
-    Raises:
-        EnvError: the model has no camera of that name, and no place is given.
+    Raises EnvError if the model has no camera of that name, and no pose is given.
     """
     fov_rad = settings.get("fov_rad")
     eye = settings.get("eye")
@@ -139,17 +134,13 @@ def make_camera(model: MjModel, settings: CameraSettings) -> SceneCamera:
 
 
 def named_camera(model: MjModel, name: str, fov_deg: float | None = None) -> SceneCamera:
-    """Return one of the model's cameras; a field of view is written into the model.
-
-    Raises:
-        EnvError: the model has no camera of that name.
-    """
+    """Return one of the model's cameras, setting its field of view in the model; EnvError if there is none."""
     mujoco = import_module("mujoco")
     known = [model.camera(index).name for index in range(model.ncam)]
     if name not in known:
         raise EnvError(
             f"the scene has no camera '{name}'",
-            f"name one of {', '.join(known)}, or give env.cameras eye and target",
+            f"name one of {', '.join(known)}, or set eye and target in env.cameras",
             code="camera-unknown",
         )
     camera = mujoco.MjvCamera()

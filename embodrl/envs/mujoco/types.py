@@ -1,6 +1,6 @@
-"""What embodrl uses of MuJoCo's model and data, which have no type stubs.
+"""Protocols for the parts of MuJoCo's model and data that embodrl uses, since mujoco has no type stubs.
 
-MuJoCo's own ``MjModel`` and ``MjData`` fit, as does what robosuite and Gymnasium wrap.
+MuJoCo's own ``MjModel`` and ``MjData`` conform, as do the wrappers of robosuite and Gymnasium.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Ints = NDArray[np.int32]
 
 
 class Quality(Protocol):
-    """Sizes of the buffers of an OpenGL context."""
+    """Buffer sizes of an OpenGL context."""
 
     shadowsize: int
     offsamples: int
@@ -32,7 +32,7 @@ class GlobalVisual(Protocol):
 
 
 class Visual(Protocol):
-    """How a model is drawn."""
+    """Rendering options of a model."""
 
     quality: Quality
     global_: GlobalVisual
@@ -84,12 +84,12 @@ class MjModel(Protocol):
     mesh_texcoord: Floats32
 
     def camera(self, index: int, /) -> Named:
-        """Return the camera of that number."""
+        """Return the camera with that id."""
         ...
 
 
 class WarningCount(Protocol):
-    """How often a warning was given."""
+    """Number of times a warning was raised."""
 
     number: int
 
@@ -112,5 +112,5 @@ class GLContext(Protocol):
     """An OpenGL context."""
 
     def make_current(self) -> None:
-        """Let the calls of this thread draw in it."""
+        """Make the context current for this thread."""
         ...

@@ -1,4 +1,4 @@
-"""What counts as broken, the counts of it, and the step that ends an episode which a fault has cost.
+"""Detection and counting of faults, and the step that ends an episode lost to one.
 
 Shapes: B environments, C actions in a chunk.
 """
@@ -29,12 +29,11 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass
 class FaultCounts:
-    """What went wrong in a run so far.
+    """Fault counts of a run.
 
     Attributes:
-        restarts: restarted processes.
-        lost_episodes: episodes ended as not valid, for whatever reason.
-        quarantined: lost episodes with a reward or state that was not finite or out of bounds.
+        lost_episodes: episodes ended as invalid, for whatever reason.
+        quarantined: lost episodes with a non-finite or out-of-bounds reward or state.
         rollout_restarts: restarted rollout processes, each with its simulators.
     """
 
@@ -44,19 +43,14 @@ class FaultCounts:
     rollout_restarts: int = 0
 
     def count(self, name: str, number: int = 1) -> None:
-        """Count more of what ``name`` says. Pools of several threads share these counts."""
+        """Add to the count ``name``. Thread-safe, since pools of several threads share these counts."""
         with _COUNTING:
             setattr(self, name, getattr(self, name) + number)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Beyond these a number is taken for a fault of the simulator, as one that is not finite is.
-
-    Attributes:
-        reward: largest absolute value of a reward.
-        state: largest absolute value of a number of the state.
-    """
+    """Largest absolute reward and state entry; larger numbers count as a simulator fault, like non-finite ones."""
 
     reward: float = 1e6
     state: float = 1e6
@@ -66,9 +60,9 @@ class Bounds:
         return _beyond(observation.state, self.state)
 
     def hold(self, step: EnvStep) -> bool:
-        """Return True if nothing in a step can be broken: the quick way where ``broken_rows`` would find none.
+        """Whether nothing in a step can be broken: a fast check that avoids ``broken_rows``.
 
-        Rows of the final observation that say nothing are looked at, too, so that False means no more than a doubt.
+        Unused rows of the final observation are included, so that False means only a suspicion.
         """
         states = [step.observation.state]
         if step.final_observation is not None:
@@ -76,21 +70,21 @@ class Bounds:
         return _within(step.reward, self.reward) and all(_within(state, self.state) for state in states)
 
     def broken_rows(self, step: EnvStep) -> NDArray[np.bool_]:
-        """Return ``bool[B]``: where a reward or a state, the final one included, is invalid."""
+        """Return ``bool[B]``: where a reward or a state, including the final one, is invalid."""
         bad = _beyond(step.reward, self.reward) | self.broken_states(step.observation)
         if step.final_observation is not None:
             bad |= step.final_mask & self.broken_states(step.final_observation)
         return bad
 
     def reason(self, step: EnvStep, row: int) -> str:
-        """Tell what makes a row of ``broken_rows`` one."""
+        """Describe why a row of ``broken_rows`` is broken."""
         seen = [step.observation.state[row]]
         if step.final_observation is not None and step.final_mask[row]:
             seen.append(step.final_observation.state[row])
         reward = ("reward", step.reward[row], self.reward)
         state = ("state", np.concatenate(seen), self.state)
         for name, values, bound in (reward, state):
-            # The negated comparison finds NaN as well, for which both `<=` and `>` are False.
+            # The negated comparison also catches NaN, for which both `<=` and `>` are False.
             broken = values[~(np.abs(values) <= bound)]
             if len(broken):
                 how = f"beyond env.max_abs_{name}={bound:g}" if np.isfinite(broken[0]) else "not finite"
@@ -99,23 +93,23 @@ class Bounds:
 
 
 def count_invalid(episodes: EnvEpisodes, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
-    """Return the rows whose reward or state is invalid, and count how many episodes in a row each has so lost.
+    """Return the rows whose reward or state is invalid, and count consecutive episodes lost this way.
 
     Args:
-        episodes: episodes of the manager whose step it is; keep the counts, as pools come and go.
+        episodes: episodes of the step's manager; they keep the counts, since pools come and go.
         step: outcome of a chunk, still unchanged.
-        bounds: what can be true.
-        limit: number of episodes of an environment that may end so, without one in between that came to its own end.
-        place: place of the manager in its pool, for messages.
+        bounds: bounds of valid numbers.
+        limit: consecutive episodes per environment that may end this way.
+        place: index of the manager in its pool, for messages.
 
     Raises:
-        EnvQuarantined: it is one more.
+        EnvQuarantined: the limit is exceeded.
     """
-    # A manager with earlier invalid episodes is checked in full: an episode that ends well must reset its count.
+    # A manager with earlier invalid episodes is checked in full: an episode that ends normally must reset its count.
     if bounds.hold(step) and not episodes.refused.any():
         return _NO_ROWS
     bad = bounds.broken_rows(step)
-    # Only consecutive invalid episodes point to a broken environment, so one that came to its own end resets the count.
+    # Only consecutive invalid episodes point to a broken environment, so one that ends normally resets the count.
     episodes.refused[step.valid.any(axis=1) & step.done & ~bad] = 0
     episodes.refused[bad] += 1
     rows = np.flatnonzero(bad)
@@ -134,13 +128,13 @@ def count_invalid(episodes: EnvEpisodes, step: EnvStep, bounds: Bounds, limit: i
 
 
 def forget_refused(managers: Sequence[EnvManager]) -> None:
-    """Reset the counts of consecutive invalid episodes; the next ones were chosen because they had been invalid."""
+    """Reset the counts of consecutive invalid episodes, since the next episodes are chosen for having been invalid."""
     for manager in managers:
         manager.episodes.refused[:] = 0
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of the frames of an error that is dealt with: they hold the memory of a process that is gone."""
+    """Clear the frames of a handled error, which hold the memory of an ended process."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -148,26 +142,26 @@ def clear_frames(error: BaseException) -> None:
 
 
 def _within(values: NDArray[np.float32], bound: float) -> bool:
-    """Return True if no number is beyond the bound or not finite: a comparison with NaN is False."""
+    """Whether all numbers are finite and within the bound: a comparison with NaN is False."""
     return not values.size or (float(values.max()) <= bound and float(values.min()) >= -bound)
 
 
 def _beyond(values: NDArray[np.float32], bound: float) -> NDArray[np.bool_]:
-    """Return ``bool[B]`` of ``float32[B,N]``; a comparison with a number that is not one is False."""
+    """Return ``bool[B]`` for ``float32[B,N]``: some number is NaN or beyond the bound."""
     return np.asarray(~(np.abs(values) <= bound).all(axis=1))
 
 
 def lost_step(
     observation: Observation, seeds: NDArray[np.int64], chunk: int, rows: NDArray[np.int64], last: Observation | None
 ) -> EnvStep:
-    """Return the outcome of a chunk that was not simulated, in a shard whose process has been restarted.
+    """Return the outcome of a chunk that was not simulated because the shard's process was restarted.
 
     Args:
-        observation: observation of the episodes that have begun there.
-        seeds: ``int64[B]`` of theirs.
+        observation: observation of the newly begun episodes.
+        seeds: ``int64[B]``, their seeds.
         chunk: C.
         rows: environments whose episodes were in progress.
-        last: what was seen before the chunk; None if nothing was.
+        last: observation before the chunk; None if there was none.
     """
     batch = len(seeds)
     step = EnvStep(
@@ -189,18 +183,18 @@ def lost_step(
 
 
 def terminate_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
-    """End the episodes of ``rows`` with a chunk that is not valid, ``truncated`` at its first action.
+    """End the episodes of ``rows`` with an invalid chunk, ``truncated`` at its first action.
 
     Args:
-        step: outcome in private memory; changed.
+        step: outcome in private memory, modified in place.
         rows: ``int64[N]``.
-        last: the last good observation, which becomes the final one.
+        last: last good observation, which becomes the final one.
     """
     for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
         array[rows] = 0
     step.episode_return[rows] = 0.0
     step.episode_length[rows] = 0
-    # Truncated and not terminated: the policy's step before bootstraps from the final observation instead of from 0.
+    # Truncated, not terminated: the policy's previous step bootstraps from the final observation instead of 0.
     step.truncated[rows, 0] = True
     step.final_mask[rows] = last is not None
     if last is None:

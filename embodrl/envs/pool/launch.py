@@ -1,4 +1,4 @@
-"""How the process of a simulator is started."""
+"""Starting of simulator processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from embodrl.processes.liveness import Limits
 from embodrl.specs import ENV_SERVERS, ENVS
 
 if TYPE_CHECKING:
-    from typing import Unpack  # not in Python 3.10, which simulators may run in
+    from typing import Unpack  # not in Python 3.10, which simulators may use
 
     from embodrl.envs.pool.options import ProcessOptions
 
 _OOM_SCORE_ADJ = 300
-"""If memory runs out, the kernel ends a simulator, which is restarted, before it ends the driver."""
-# One simulator process is bound to one core: thread pools would only compete for it.
+"""When memory runs out, the kernel kills a simulator, which can be restarted, before the driver."""
+# Each simulator process is bound to one core: thread pools would only compete for it.
 SINGLE_THREADED = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -33,15 +33,13 @@ SINGLE_THREADED = {
 
 
 class FrameSender(Protocol):
-    """Takes frames for a child."""
+    """Sends frames to a child."""
 
-    def send(self, frame: Frame, deadline: float | None = None) -> None:
-        """Send a frame."""
-        ...
+    def send(self, frame: Frame, deadline: float | None = None) -> None: ...
 
 
 class Child(Protocol):
-    """What answers a manager's frames; the methods are those of ``ChildProcess``."""
+    """Answers a manager's frames; same methods as ``ChildProcess``."""
 
     log_path: Path | None
 
@@ -65,21 +63,20 @@ class Launch(Protocol):
     def interpreter(self) -> str: ...
 
     def __call__(self, memory_fd: int, heartbeat_s: float) -> Child:
-        """Start one on this shared memory."""
+        """Start a child on this shared memory."""
         ...
 
 
 @dataclass(frozen=True)
 class ProcessLaunch:
-    """Starts a simulator in a process of its own.
+    """Starts a simulator in its own process.
 
     Attributes:
-        name: name in the list of processes.
-        interpreter: path of the Python interpreter.
-        main: module that it runs.
+        name: name in the process list.
+        main: module to run.
         config: fields of its START frame.
-        environ: further environment variables.
-        log_path: file that gets what it prints; None for an unnamed one.
+        environ: extra environment variables.
+        log_path: file for its output; None for an unnamed one.
     """
 
     name: str
@@ -91,8 +88,8 @@ class ProcessLaunch:
 
     @staticmethod
     def of(name: str, env_type: str, kwargs: Mapping[str, object], **options: Unpack[ProcessOptions]) -> ProcessLaunch:
-        """Return how the simulator ``env_type`` is started; arguments as in ``EnvManager``."""
-        # Known here, so that the interpreter of a simulator need not have what specs import (pydantic).
+        """Return the launch of the simulator ``env_type``; arguments as in ``EnvManager``."""
+        # Resolved here, so that the simulator's interpreter does not need the imports of specs (pydantic).
         target = ENVS.entry(env_type).target if env_type in ENVS else env_type
         config: dict[str, object] = {
             "env_type": target if isinstance(target, str) else env_type,
@@ -103,8 +100,7 @@ class ProcessLaunch:
         }
         main = "embodrl.envs.pool.worker_main"
         if (remote := options.get("remote")) is not None:
-            # The relay takes the place of the simulator on this machine: it speaks the same frames and fills the same
-            # memory.
+            # The relay replaces the simulator on this machine: same frames, same memory.
             main = ENV_SERVERS.entry(remote.scheme).relay
             config |= {"env_type": env_type, "remote": asdict(remote)}
         log_dir = options.get("log_dir")
@@ -116,7 +112,7 @@ class ProcessLaunch:
         return ChildProcess(
             [self.interpreter, bootstrap.__file__, self.main],
             {**self.config, "memory_fd": memory_fd},
-            # Variables of the caller win over these defaults.
+            # The caller's variables override these defaults.
             environ={**SINGLE_THREADED, **self.environ},
             log_path=self.log_path,
             pass_fds=[memory_fd],

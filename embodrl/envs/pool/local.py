@@ -1,7 +1,7 @@
-"""LocalPool: the pool of environments over simulators of this process, for tests and for debuggers.
+"""LocalPool: an environment pool over simulators in this process, for tests and debuggers.
 
-All that a pool does stays as it is: views of results, lost episodes, restarts, snapshots. Only nothing starts, hangs or
-dies: a "process" is an object that builds its environments at each start and answers when it is asked.
+Everything a pool does is unchanged (views of results, lost episodes, restarts, snapshots), but nothing starts, hangs or
+dies: a "process" is an object that builds its environments at each start and answers on request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from embodrl.processes.serve import describe_error
 
 
 class LocalChild:
-    """Answers a manager's frames in this process, at once; in place of ``ChildProcess``."""
+    """Answers a manager's frames immediately, in this process; replaces ``ChildProcess``."""
 
     log_path: Path | None = None
 
@@ -29,7 +29,7 @@ class LocalChild:
         self.hosted = hosted
         self.connection = self
         self.pid = os.getpid()
-        # A process answers START without being asked, as soon as its environments are built; so does this object.
+        # A process answers START unasked, as soon as its environments are built; so does this object.
         self._answer = self._carry_out(Frame(Kind.START))
 
     def _carry_out(self, frame: Frame) -> Frame:
@@ -38,7 +38,7 @@ class LocalChild:
         except PeerGoneError:
             # Tests simulate the death of a process by this error, so it must not become an answer.
             raise
-        except Exception as error:  # noqa: BLE001 - as at the border of a process; the manager raises it
+        except Exception as error:  # noqa: BLE001 - like a process boundary; the manager raises it
             return Frame(Kind.RAISED, frame.number, frame.argument, describe_error(error))
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
@@ -54,7 +54,7 @@ class LocalChild:
         return ""
 
     def dump_stack(self) -> None:
-        """There is no other process to look into."""
+        """Nothing to dump: there is no other process."""
 
     def wait_ended(self, grace_s: float) -> bool:
         return True
@@ -71,11 +71,7 @@ class LocalChild:
 
 
 class LocalLaunch:
-    """Builds environments in this process.
-
-    Args:
-        make: function that returns them.
-    """
+    """Builds environments in this process with the factory ``make``."""
 
     interpreter = sys.executable
 
@@ -91,12 +87,8 @@ class LocalLaunch:
 class LocalPool(EnvPool):
     """An ``EnvPool`` whose simulators live in this process; one that raises PeerGoneError counts as dead.
 
-    Args:
-        make: function that returns a VectorEnv for keyword arguments, for example its class.
-        kwargs: keyword arguments of each VectorEnv.
-        num_simulators: each with the environments that ``make`` returns; "processes" of the pool.
-        max_restarts: see EnvPool.
-        bounds: see EnvPool.
+    ``make`` returns a VectorEnv for the keyword arguments ``kwargs``, for example its class; there are
+    ``num_simulators`` of them, the "processes" of the pool.
     """
 
     def __init__(
@@ -117,6 +109,6 @@ class LocalPool(EnvPool):
 
     @property
     def envs(self) -> list[VectorEnv]:
-        """The environments of each simulator as they are now; a restart builds others."""
+        """The current environments of each simulator; a restart replaces them."""
         hosted = [launch.child.hosted for launch in self._launches if launch.child is not None]
         return [one.env for one in hosted if one.env is not None]

@@ -1,6 +1,6 @@
-"""EnvManager: a VectorEnv in a process of its own.
+"""EnvManager: a VectorEnv in its own process.
 
-Shapes: B environments, C actions in a chunk, A action dimensions. docs/env_manager.md tells why it is built so.
+Shapes: B environments, C actions in a chunk, A action dimensions. docs/env_manager.md explains the design.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from embodrl.processes.frames import Kind
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 if TYPE_CHECKING:
-    from typing import Unpack  # not in Python 3.10, which simulators may run in
+    from typing import Unpack  # not in Python 3.10, which simulators may use
 
     from embodrl.envs.pool.options import ProcessOptions
 
 
 class EnvManager:
-    """Runs a VectorEnv in a process of its own; observations and actions go through shared memory.
+    """Runs a VectorEnv in its own process; observations and actions go through shared memory.
 
-    Results are views of the shared memory and stay valid until the next but one result of this manager; ask for
-    ``copy=True`` to keep them longer. One request is in progress at a time, and one thread uses a manager. After
+    Results are views of the shared memory, valid until the next but one result of this manager; ask for ``copy=True``
+    to keep them longer. One request is in progress at a time, and only one thread may use a manager. After
     EnvWorkerDied or EnvTimeout the process is gone: ``restart`` and ``reset``. After EnvRaised it continues.
 
     Args:
-        env_type: a name of the environment registry.
+        env_type: name in the environment registry.
         kwargs: keyword arguments of the VectorEnv, plain values only.
         name: name in messages and of the log file.
-        first_env: number of its first environment in the whole run, for messages.
-        launch: object that starts what answers; None starts a process as the options say.
+        first_env: index of its first environment in the whole run, for messages.
+        launch: starts the child; None starts a process as configured by the options.
         options: see ``ProcessOptions``.
 
     Attributes:
-        episodes: those in progress, whatever becomes of the process.
+        episodes: episodes in progress, whatever becomes of the process.
         lasting: requests that EnvPool repeats to a restarted process.
     """
 
@@ -65,78 +65,76 @@ class EnvManager:
         self.process = SimulatorProcess(launch, self.episodes, options.get("debug", False))
         self.lasting: dict[str, Mapping[str, object] | None] = {}
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- lifecycle ----------------------------------------------------------------------------------------------------
 
     @property
     def spec(self) -> EnvSpec:
-        """What the environment offers; known from the first start on."""
+        """EnvSpec of the environment, known from the first start on."""
         return self.episodes.spec
 
     @property
     def pid(self) -> int | None:
-        """Process id; None without a process."""
         return self.process.pid
 
     def start(self) -> None:
-        """Start the process and wait until the environment is ready; after ``offload``, continue bit-exactly there.
+        """Start the process and wait until the environment is ready; after ``offload``, continue there bit-exactly.
 
-        Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: it did not start; can be retried.
+        Raises EnvRaised, EnvWorkerDied or EnvTimeout if the start failed; it can be retried.
         """
         self.start_async()
         self.wait_started()
 
     def start_async(self) -> None:
-        """Start the process, or let offloaded simulators come back; several start at the same time this way."""
-        # With its process alive the simulator is rebuilt there; otherwise a new process starts, and gets the state once
-        # it is ready.
+        """Start the process, or bring back offloaded simulators, without waiting, to start several in parallel."""
+        # If the process is alive, the simulator is rebuilt there; otherwise a new process starts and gets the state
+        # once ready.
         if self.process.saved is not None and self.pid is not None:
             self.process.request(Kind.ONLOAD, self.timeouts.reset_s, value=self.process.saved)
             return
         self.process.start(self.timeouts.heartbeat_s)
-        # A fresh process has the setting of its arguments, whatever `set_auto_reset` changed in the previous one.
+        # A new process starts with its arguments' setting, whatever `set_auto_reset` changed in the previous one.
         self.episodes.auto_reset = self._starts_with_auto_reset
 
     def wait_started(self) -> None:
-        """Wait until the environment is ready; after ``offload``, until it is back in the state it had."""
+        """Wait until the environment is ready; after ``offload``, until its state is restored."""
         try:
             if self.process.pending == Kind.ONLOAD:
-                # The simulator is built again, so the limit of a start applies and not that of a reset.
+                # The simulator is rebuilt, so the start limit applies, not the reset limit.
                 self.process.receive(Kind.ONLOAD, self.timeouts.start_s)
             else:
                 self.process.wait_started(self.timeouts.start_s)
                 if self.process.saved is not None:
                     self.set_state(self.process.saved)
         except EnvRaised:
-            # It has no environments to answer with, and a process that stays would refuse the next start.
+            # It has no environments to answer with, and if kept would block the next start.
             self.process.drop()
             raise
         self.process.saved = None
 
     def restart(self) -> None:
-        """Start a fresh process, whatever has become of the present one; its environments need a reset."""
+        """Start a new process, whatever the state of the current one; its environments need a reset."""
         self.process.drop()
-        # Otherwise the fresh process would be asked to continue from the state of the one that was given up.
+        # Otherwise the new process would be asked to continue from the abandoned process's state.
         self.process.saved = None
         self.start()
 
     @property
     def is_offloaded(self) -> bool:
-        """The simulators are away."""
+        """Whether the simulators are offloaded."""
         return self.process.saved is not None
 
     def offload(self, end_process: bool = True) -> None:
-        """Take the state out and free the simulators; until ``start``, nothing can be asked of them.
+        """Save the state and free the simulators; until ``start``, they accept no requests.
 
-        ``end_process`` frees all memory of the process, once no view of a result is held; otherwise it stays, with the
-        libraries that it has loaded, and comes back sooner.
+        ``end_process`` frees all memory of the process, once no view of a result is held; otherwise the process stays,
+        with its loaded libraries, and comes back sooner.
         """
         if end_process:
             state = self.get_state()
             self.close()
         else:
             state = self.process.state(Kind.OFFLOAD, self.timeouts.reset_s)
-        # Set last: almost every request is refused while it is set, those above included.
+        # Set last: almost every request is refused while it is set, including those above.
         self.process.saved = state
 
     def close_async(self) -> None:
@@ -144,10 +142,9 @@ class EnvManager:
         self.process.close_async(self.timeouts.reset_s)
 
     def close(self, deadline: float | None = None) -> None:
-        """End the process; a pending request is given up.
+        """End the process; a pending request is abandoned.
 
-        Args:
-            deadline: time of ``time.monotonic()``, when it is killed; None gives it some seconds.
+        It is killed at ``deadline`` (``time.monotonic()``), by default after some seconds.
         """
         self.close_async()
         self.process.close(deadline)
@@ -179,7 +176,7 @@ class EnvManager:
     def reset_async(
         self, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], indices: NDArray[np.int64] | None = None
     ) -> None:
-        """Ask for new episodes; ``wait_reset`` brings the observation."""
+        """Request new episodes; ``wait_reset`` returns the observation."""
         batch = self.spec.num_envs
         rows = np.arange(batch, dtype=np.int64) if indices is None else np.asarray(indices, np.int64)
         count = len(rows)
@@ -191,13 +188,13 @@ class EnvManager:
         elif np.min(task_ids) < 0 or np.max(task_ids) >= len(self.spec.tasks):
             problem = f"task ids {np.unique(task_ids).tolist()} for {len(self.spec.tasks)} tasks"
         if problem is not None:
-            raise EnvError(f"{self}: {problem}", "give each index once, with its seed and task id", code="env-reset")
-        # Written before the frame is sent: the frame is what hands the memory to the child.
+            raise EnvError(f"{self}: {problem}", "pass each index once, with its seed and task id", code="env-reset")
+        # Written before the frame is sent: the frame hands the memory over to the child.
         request = self.process.ring.request
         request["seeds"][:count] = seeds
         request["task_ids"][:count] = task_ids
         request["indices"][:count] = rows
-        # Noted before the request: if the process is lost, its successor is reset to these episodes.
+        # Recorded before the request: if the process is lost, its successor is reset to these episodes.
         self.episodes.begin(rows, seeds, task_ids)
         self.process.request(Kind.RESET, self.timeouts.reset_s, count)
 
@@ -208,7 +205,7 @@ class EnvManager:
         return copy_observation(observation) if copy else observation
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
-        """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
+        """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are not simulated."""
         spec = self.spec
         chunk = actions.shape[1] if actions.ndim == 3 else 0
         if not 1 <= chunk <= spec.max_chunk or actions.shape != (spec.num_envs, chunk, spec.action_dim):
@@ -218,12 +215,12 @@ class EnvManager:
                 "check model.num_action_chunks and model.action_dim",
                 code="actions-shape",
             )
-        # Rows that do not act may hold anything.
+        # Rows that do not act may hold any values.
         acted = actions if active is None else actions[active]
         if not np.isfinite(acted).all():
             broken = np.flatnonzero(~np.isfinite(actions).all(axis=(1, 2)) & (True if active is None else active))
             raise EnvError(
-                f"the policy returned actions that are not finite, for environments"
+                f"the policy returned non-finite actions for environments"
                 f" {', '.join(str(self.episodes.first_env + row) for row in broken[:SHOWN].tolist())}",
                 "its weights or action statistics are broken: check the checkpoint, and the loss and gradient norm of"
                 " the last iterations",
@@ -235,14 +232,9 @@ class EnvManager:
         self.process.request(Kind.STEP, self.timeouts.reset_s, chunk)
 
     def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
-        """Return what the chunk of ``step_async`` led to.
+        """Return the outcome of ``step_async``, in private memory with ``copy``; raises as described for the class.
 
-        Args:
-            timeout: seconds from now; None takes ``timeouts.step_s``.
-            copy: return private memory.
-
-        Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: see the class.
+        ``timeout`` is in seconds from now; None uses ``timeouts.step_s``.
         """
         step = self.process.result(Kind.STEP, self.timeouts.step_s if timeout is None else timeout, ResultSlot.step)
         self.episodes.follow(step)
@@ -256,7 +248,6 @@ class EnvManager:
         return self.wait(copy=copy)
 
     def get_state(self) -> bytes:
-        """Return the full simulator state."""
         return self.process.state(Kind.GET_STATE, self.timeouts.reset_s)
 
     def set_state(self, state: bytes) -> None:
@@ -266,16 +257,16 @@ class EnvManager:
         self.process.receive(Kind.SET_STATE, self.timeouts.start_s)
 
     def call(self, method: str, arguments: Mapping[str, object] | None = None, timeout: float | None = None) -> object:
-        """Return what ``VectorEnv.call`` answers: plain values and numeric arrays, both ways."""
+        """Return the answer of ``VectorEnv.call``; plain values and numeric arrays in both directions."""
         self.call_async(method, arguments)
         return self.wait_call(method, timeout)
 
     def call_async(self, method: str, arguments: Mapping[str, object] | None = None) -> None:
-        """Send a request of ``VectorEnv.call``; ``wait_call`` fetches the answer."""
+        """Send a request of ``VectorEnv.call``; ``wait_call`` returns the answer."""
         self.process.request(
             Kind.CALL, self.timeouts.reset_s, value={"method": method, "arguments": dict(arguments or {})}
         )
-        # Noted when it is sent: if the process is lost first, its successor gets the request again (``lasting``).
+        # Recorded when sent: if the process is lost first, its successor gets the request again (``lasting``).
         if method == "set_auto_reset":
             self.episodes.auto_reset = bool((arguments or {}).get("value", self.episodes.auto_reset))
 

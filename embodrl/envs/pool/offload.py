@@ -1,4 +1,4 @@
-"""Simulators of a pool that leave memory between phases and are restored bit-exactly."""
+"""Offloading of a pool's simulators between phases, with bit-exact restoration."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ logger = logging.getLogger("embodrl.envs")
 
 @dataclass(frozen=True)
 class SimulatorMemory:
-    """Memory of simulator processes, before and after.
-
-    Attributes:
-        before, after: resident bytes, summed over the processes; what they share counts in each.
-    """
+    """Resident bytes before and after, summed over the simulator processes; shared pages count in each."""
 
     before: int
     after: int
@@ -31,22 +27,21 @@ def resident(managers: Sequence[EnvManager]) -> int:
 
 
 def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> None:
-    """Bring back the simulators that are away, at the same time, in the states that they left in.
+    """Bring back offloaded simulators in parallel, in the states they were saved in.
 
-    What was lost meanwhile is a process, not a state: a process that does not come back is replaced by a new one.
+    Only processes can be lost meanwhile, not states: a process that does not come back is replaced.
 
     Args:
         managers: managers of a pool.
-        may_restart: function that counts a restart; False once there were too many.
+        may_restart: counts a restart; False once the limit is reached.
 
     Raises:
-        EnvRaised: one refused its state; another process would as well.
-        EnvWorkerDied, EnvTimeout: one did not come back, and there were too many restarts.
+        EnvRaised: a simulator rejected its state; another process would as well.
+        EnvWorkerDied, EnvTimeout: a process did not come back, and the restart limit is reached.
     """
     failed: dict[EnvManager, EnvError] = {}
     away = [manager for manager in managers if manager.is_offloaded]
-    # All are asked before any is awaited, so that they start at the same time; an error must not leave the others
-    # unasked.
+    # All are asked before any is awaited, so that they start in parallel; an error must not leave the others unasked.
     for manager in away:
         try:
             manager.start_async()

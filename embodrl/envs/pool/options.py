@@ -1,4 +1,4 @@
-"""Options of an EnvManager: the time limits of its process, and the server that it is behind."""
+"""Options of an EnvManager: time limits of its process, and the remote server it uses."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TypedDict
 
 @dataclass(frozen=True)
 class EnvTimeouts:
-    """How long a simulator process may take, in seconds.
+    """Time limits of a simulator process, in seconds.
 
     Attributes:
-        start_s: time from its start until it is ready.
+        start_s: from its start until it is ready.
         reset_s: a reset, a state transfer or a call.
         step_s: a chunk.
-        heartbeat_s: time without a heartbeat, while it is stopped or uses neither processor nor disk.
+        heartbeat_s: without a heartbeat, while it is stopped or uses neither processor nor disk.
     """
 
     start_s: float = 180.0
@@ -26,8 +26,8 @@ class EnvTimeouts:
     heartbeat_s: float = 20.0
 
     def longer_by(self, seconds: float) -> EnvTimeouts:
-        """Return the limits of who waits for these on a connection that may be away for so long."""
-        # Not the heartbeat, which is that of the relay on this machine and goes over no connection.
+        """Return the limits for waiting across a connection that may be cut for ``reconnect_s``."""
+        # Not the heartbeat: the local relay sends it, not over the connection.
         return EnvTimeouts(self.start_s + seconds, self.reset_s + seconds, self.step_s + seconds, self.heartbeat_s)
 
 
@@ -36,12 +36,11 @@ class RemoteEnv:
     """A simulator process behind an env server; see ``EnvServerSpec``.
 
     Attributes:
-        address: address of the server, ``tcp://HOST:PORT``.
-        reconnect_s: how long the connection may be away before the simulator counts as lost.
-        python: "auto" for the interpreter of `embodrl env install` there; None for the server's own.
+        reconnect_s: how long the connection may be cut before the simulator counts as lost.
+        python: "auto" for the interpreter of `embodrl env install` on the server; None for the server's own.
         pin_cpus: the server binds the process to a core.
-        timeouts: time limits that the server applies.
-        session: names the simulator; a restarted one takes the place of the one of the same name.
+        timeouts: time limits applied by the server.
+        session: simulator name; a restarted simulator replaces the one of the same name.
     """
 
     address: str
@@ -54,12 +53,12 @@ class RemoteEnv:
 
     @property
     def scheme(self) -> str:
-        """Of the address: which kind of server it is."""
+        """Scheme of the address: the kind of server."""
         return self.address.partition("://")[0]
 
 
 class ManagerOptions(TypedDict, total=False):
-    """Keyword arguments of every ``EnvManager`` of a pool."""
+    """Keyword arguments shared by all ``EnvManager`` of a pool."""
 
     python: str | None
     timeouts: EnvTimeouts | None
@@ -73,7 +72,7 @@ class ManagerOptions(TypedDict, total=False):
 
 
 class ProcessOptions(ManagerOptions, total=False):
-    """Those, and what differs from manager to manager; see ``EnvManager``."""
+    """``ManagerOptions`` plus the options that differ between managers; see ``EnvManager``."""
 
     cpu: int | None
     numa_node: int | None

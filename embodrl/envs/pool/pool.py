@@ -1,4 +1,4 @@
-"""EnvPool: several EnvManagers as one batch of environments, and what happens when one of them fails.
+"""EnvPool: several EnvManagers as one batch of environments, with recovery from their failures.
 
 Shapes: B environments over all managers, C actions in a chunk, A action dimensions.
 """
@@ -28,31 +28,31 @@ from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 if TYPE_CHECKING:
-    from typing import Unpack  # not in Python 3.10, which simulators may run in
+    from typing import Unpack  # not in Python 3.10, which simulators may use
 
 
 class EnvPool:
-    """Several EnvManagers as one batch; rows are in the order of the managers.
+    """Several EnvManagers as one batch, with rows in the order of the managers.
 
-    A manager whose process dies, hangs or raises is restarted and reset to the seeds it had, and the episodes under
-    way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
-    good one. The same happens to a single environment with a reward or state that is not finite or out of bounds. Both
-    are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised; and so it is when as many
-    consecutive episodes of one environment are lost to invalid values.
+    A manager whose process dies, hangs or raises is restarted and reset to its seeds, and its episodes in progress end:
+    the chunk is not valid, ``truncated`` at its first action, and the final observation is the last good one. A single
+    environment with a non-finite or out-of-bounds reward or state is handled the same way. Both are counted in
+    ``faults``. The error is raised once ``max_restarts`` are used up, or once that many consecutive episodes of one
+    environment are lost to invalid values.
 
     Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
 
     Args:
-        managers: equal but for their number of environments.
-        max_restarts: process restarts of the pool and its parts within ``restart_window_s``; episodes of one
-            environment that are lost so, without one in between that ends by itself.
+        managers: managers, equal except for their number of environments.
+        max_restarts: process restarts of the pool and its parts within ``restart_window_s``; also consecutive episodes
+            of one environment lost to invalid values.
         faults: counters to add to.
         bounds: bounds of rewards and states.
         restart_window_s: seconds.
-        budget: budget of restarts, shared with other pools; None makes one.
+        budget: restart budget, shared with other pools; None makes one.
 
     Attributes:
-        keeps_state: its simulators can tell their state; set by who has asked them (``check_state``).
+        keeps_state: its simulators can save their state; set by the caller of ``check_state``.
     """
 
     def __init__(
@@ -98,23 +98,12 @@ class EnvPool:
         restart_window_s: float = WINDOW_S,
         **manager_options: Unpack[ManagerOptions],
     ) -> EnvPool:
-        """Return a pool of even shards, not yet started.
+        """Return a pool of equal shards, not yet started; arguments not listed are explained at the class.
 
-        Args:
-            env_type: a name of the environment registry.
-            kwargs: keyword arguments of every VectorEnv; ``num_envs`` is added.
-            total_num_envs: B.
-            num_processes: managers; divides B.
-            shard_kwargs: further keyword arguments, one mapping a process (e.g. seeds).
-            cpus: the core of each process; None binds none.
-            numa_nodes: the NUMA node of each process.
-            environs: further environment variables of each process.
-            remotes: the server that each process is behind; None for processes of this machine.
-            name: managers are called ``<name>/<number>``.
-            max_restarts: see the class.
-            bounds: see the class.
-            restart_window_s: see the class.
-            manager_options: handed to every EnvManager.
+        ``kwargs`` are keyword arguments of every VectorEnv (``num_envs`` is added), ``shard_kwargs`` extra ones per
+        process (e.g. seeds). ``num_processes`` must divide ``total_num_envs``. ``cpus``, ``numa_nodes``, ``environs``
+        (environment variables) and ``remotes`` (servers) have one entry per process; None binds none, or stays on this
+        machine. Managers are named ``<name>/<number>`` and get ``manager_options``.
         """
         if total_num_envs % num_processes:
             raise EnvError(
@@ -145,20 +134,15 @@ class EnvPool:
 
     @property
     def faults(self) -> FaultCounts:
-        """Counts of what went wrong."""
         return self.recovery.faults
 
     @property
     def spec(self) -> EnvSpec:
-        """What the whole batch offers.
-
-        Raises:
-            EnvError: not started, or the managers do not agree.
-        """
+        """EnvSpec of the whole batch; EnvError if not started, or if the managers disagree."""
         if self._spec is None:
             specs = [manager.spec for manager in self.managers]
             counts = [spec.num_envs for spec in specs]
-            # Equal but for their number of environments: rows of all managers share one batch.
+            # Equal except for their number of environments: rows of all managers share one batch.
             if any(replace(spec, num_envs=counts[0]) != specs[0] for spec in specs):
                 raise EnvError(
                     "the environments of a pool differ in cameras, state, actions or tasks",
@@ -167,7 +151,7 @@ class EnvPool:
                 )
             self._spec = replace(specs[0], num_envs=sum(counts))
             self._offsets = np.cumsum([0, *counts]).tolist()
-            # One manager alone hands out its own views; only several are gathered, by a copy.
+            # A single manager returns its own views; several are gathered by a copy.
             if len(self.managers) > 1:
                 self._batch = [ResultSlot.allocate(self._spec) for _ in range(NUM_SLOTS)]
                 borders = list(itertools.pairwise(self._offsets))
@@ -175,17 +159,17 @@ class EnvPool:
         return self._spec
 
     def start(self) -> None:
-        """Start all processes at once and wait until they are ready; after ``offload``, continue there."""
+        """Start all processes in parallel and wait until they are ready; after ``offload``, continue there."""
         self.start_async()
         self.wait_started()
 
     def start_async(self) -> None:
-        """Start all processes; there is time for other work until ``wait_started``."""
+        """Start all processes without waiting; see ``wait_started``."""
         try:
             for manager in self.managers:
                 manager.start_async()
         except EnvError:
-            # Processes that did start must not outlive a pool that did not.
+            # Started processes must not outlive a pool that failed to start.
             self.close()
             raise
 
@@ -200,7 +184,7 @@ class EnvPool:
             raise
 
     def split(self, num_parts: int) -> list[EnvPool]:
-        """Return pools of contiguous managers, e.g. one a pipeline stage; they share ``faults`` with this one."""
+        """Return pools of contiguous managers, e.g. one per pipeline stage; they share ``faults`` with this pool."""
         if num_parts < 1 or len(self.managers) % num_parts:
             raise EnvError(
                 f"{len(self.managers)} env processes cannot form {num_parts} stages",
@@ -219,7 +203,7 @@ class EnvPool:
         ]
 
     def close(self) -> None:
-        """End all processes, those that hang within the time of one."""
+        """End all processes; several hanging ones take no longer than one."""
         # All are asked before any is awaited, and under one deadline: several that hang cost the time of one.
         for manager in self.managers:
             manager.close_async()
@@ -228,35 +212,34 @@ class EnvPool:
             manager.close(deadline)
 
     def offload(self, end_processes: bool = True) -> SimulatorMemory | None:
-        """Take the states out and free the simulators; the next request brings them back, as does ``onload``.
+        """Save the states and free the simulators; the next request, or ``onload``, brings them back.
 
-        A process that has died is restarted first, as between episodes. Returns None if all are away already.
+        A dead process is restarted first, as between episodes. Returns None if all are already offloaded.
         """
         ranks = [rank for rank, manager in enumerate(self.managers) if not manager.is_offloaded]
         before = resident(self.managers)
         for rank in ranks:
             self.requests.answer(rank, lambda manager: manager.offload(end_processes), restart=True)
-        # The last observations are views, and a view would keep the memory of an ended process alive.
+        # The last observations are views, which would keep the memory of an ended process alive.
         self.recovery.keep_last()
         return SimulatorMemory(before, resident(self.managers)) if ranks else None
 
     def onload(self) -> None:
-        """Bring back simulators that are away; see ``envs.offload.onload``."""
+        """Bring back offloaded simulators; see ``envs.offload.onload``."""
         away = [rank for rank, manager in enumerate(self.managers) if manager.is_offloaded]
         onload(self.managers, self.recovery.may_restart)
         self.requests.ask_again(away)
 
     def get_state(self, *, restart: bool = False) -> list[bytes]:
-        """Return the state of every manager, with what it belongs to; ``restart`` as in ``call``."""
+        """Return the state of every manager, with its EnvSpec; ``restart`` as in ``call``."""
         self.onload()
         states = [self.requests.answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
         return pack_states([manager.spec for manager in self.managers], states)
 
     def set_state(self, states: Sequence[bytes]) -> None:
-        """Continue bit-exactly from states of ``get_state``; a process that has died is restarted first.
+        """Continue bit-exactly from states of ``get_state``; a dead process is restarted first.
 
-        Raises:
-            CheckpointError: they are of other environments.
+        Raises CheckpointError if the states are of other environments.
         """
         self.onload()
         fitting = unpack_states([manager.spec for manager in self.managers], states)
@@ -266,40 +249,36 @@ class EnvPool:
     def call(
         self, method: str, arguments: Mapping[str, object] | None = None, *, restart: bool = False
     ) -> list[object]:
-        """Return the answer of every manager to ``VectorEnv.call``; they work on it at the same time.
+        """Return the answer of every manager to the request ``method`` of ``VectorEnv.call``; they work in parallel.
 
-        Args:
-            method: name of the request.
-            arguments: arguments of the request.
-            restart: restart a process that has died or hangs, and repeat the request. Only between episodes: those in
-                progress start again without notice.
+        ``restart`` restarts a dead or hanging process and repeats the request; only between episodes, since episodes in
+        progress start again without notice.
         """
         self.onload()
         return self.requests.ask_all(method, arguments, restart)
 
     def call_one(self, rank: int, method: str, arguments: Mapping[str, object] | None = None) -> object:
-        """As ``call``, of one manager. If its process is lost, the next step or reset restarts it."""
+        """Like ``call``, for one manager. If its process is lost, the next step or reset restarts it."""
         return self.requests.ask(rank, method, arguments)
 
     def get_row_states(self, rows: Sequence[int]) -> dict[int, object]:
-        """Return the states of single environments by row, without those of a process that is lost.
+        """Return the states of single environments by row, omitting those of a lost process.
 
         The next step or reset restarts such a process.
         """
         return self.requests.ask_rows("get_row_state", {row: {} for row in rows}, self._offsets)
 
     def set_row_states(self, states: Mapping[int, object]) -> None:
-        """Continue in each row from a state of ``get_row_states``, maybe of another row.
+        """Continue each row from a state of ``get_row_states``, possibly of another row.
 
-        The next step or reset restarts a process that is lost, all of whose episodes then start again.
+        The next step or reset restarts a lost process, all of whose episodes then start again.
         """
         self.requests.ask_rows("set_row_state", {row: {"state": state} for row, state in states.items()}, self._offsets)
 
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
         """Start scripted experts in ``rows``, whose episodes have just begun.
 
-        Raises:
-            EnvWorkerDied, EnvTimeout: a process was lost; the next step or reset restarts it.
+        Raises EnvWorkerDied or EnvTimeout if a process was lost; the next step or reset restarts it.
         """
         size = self.spec.num_envs // len(self.managers)
         for rank in range(len(self.managers)):
@@ -308,11 +287,7 @@ class EnvPool:
                 self.call_one(rank, "expert_reset", {"rows": mine.tolist()})
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """Return what scripted experts would do now, ``float32[B,A]``.
-
-        Raises:
-            EnvRaised: the environment returns something else.
-        """
+        """Return the scripted experts' actions, ``float32[B,A]``; EnvRaised if the environment returns others."""
         parts: list[NDArray[np.float32]] = []
         for manager, answer in zip(self.managers, self.call("expert_actions"), strict=True):
             shape = (manager.spec.num_envs, manager.spec.action_dim)
@@ -342,12 +317,12 @@ class EnvPool:
         *,
         copy: bool = False,
     ) -> Observation:
-        """Start new episodes; as ``VectorEnv.reset``, all environments without ``indices``."""
+        """Start new episodes, like ``VectorEnv.reset``; all environments without ``indices``."""
         self.onload()
         rows = np.arange(self.spec.num_envs) if indices is None else np.asarray(indices)
         seeds = np.asarray(seeds)
         task_ids = np.asarray(task_ids)
-        # All managers are asked before the first is awaited, so that they work at the same time.
+        # All managers are asked before the first is awaited, so that they work in parallel.
         asked: list[int] = []
         for rank in range(len(self.managers)):
             mine = (rows >= self._offsets[rank]) & (rows < self._offsets[rank + 1])
@@ -369,7 +344,7 @@ class EnvPool:
         self.recovery.last = list(parts)
         if not self._batch:
             return copy_observation(parts[0]) if copy else parts[0]
-        # Slots of the batch alternate as those of a manager do, which gives results of a pool the same lifetime.
+        # Batch slots alternate like a manager's, so that results of a pool have the same lifetime.
         self._turn = (self._turn + 1) % NUM_SLOTS
         for target, part in zip(self._parts[self._turn], parts, strict=True):
             target.write_observation(part)
@@ -377,7 +352,7 @@ class EnvPool:
         return copy_observation(result) if copy else result
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
-        """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
+        """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are not simulated."""
         self.onload()
         batch = self.spec.num_envs
         if len(actions) != batch:
@@ -396,7 +371,7 @@ class EnvPool:
                 self.recovery.failed[rank] = error
 
     def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
-        """Return what the chunk of ``step_async`` led to, in all environments."""
+        """Return the outcome of the chunk of ``step_async`` in all environments."""
         parts: list[EnvStep] = []
         for rank, manager in enumerate(self.managers):
             try:

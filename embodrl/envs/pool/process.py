@@ -1,4 +1,4 @@
-"""SimulatorProcess: the life of a simulator's process, one request at a time, and what its faults are called."""
+"""SimulatorProcess: lifecycle of a simulator's process, one request at a time, and its errors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from embodrl.processes.frames import Frame, Kind, PeerGoneError
 
 logger = logging.getLogger("embodrl.envs")
 
-_SHOWN_TEXT = 8000  # characters of an error that a simulator reports
-# Those that bring the simulators back, or end the process.
+_SHOWN_TEXT = 8000  # characters of an error reported by a simulator
+# Requests that bring the simulators back or end the process.
 _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
 _Result = TypeVar("_Result")
 _Ended = TypeVar("_Ended", bound=EnvError)
@@ -44,15 +44,15 @@ class _Pending(NamedTuple):
 
 
 class SimulatorProcess:
-    """A process with shared memory, started as often as asked; after EnvWorkerDied or EnvTimeout there is none.
+    """A process with shared memory that can be started repeatedly; after EnvWorkerDied or EnvTimeout there is none.
 
     Args:
-        launch: object that starts a process.
-        episodes: named in messages; gets the EnvSpec.
-        debug: overwrite results whose time is over.
+        launch: starts a process.
+        episodes: named in messages; receives the EnvSpec.
+        debug: overwrite expired results.
 
     Attributes:
-        saved: state of the simulators while they are away, which only a few requests can change; else None.
+        saved: state of the simulators while offloaded, which only a few requests can change; else None.
         starts: processes so far.
     """
 
@@ -71,21 +71,16 @@ class SimulatorProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None without a process."""
         return None if self._child is None else self._child.pid
 
     @property
     def pending(self) -> Kind | None:
-        """The kind of the request in progress."""
+        """Kind of the request in progress."""
         return None if self._pending is None else self._pending.kind
 
     @property
     def child(self) -> Child:
-        """The process.
-
-        Raises:
-            EnvOrderError: there is none.
-        """
+        """The process; EnvOrderError if there is none."""
         if self._child is None:
             state, hint = ("not running", "start() or restart()") if self.saved is None else ("offloaded", "start()")
             raise EnvOrderError(f"{self.episodes} is {state}", f"call {hint}")
@@ -93,12 +88,8 @@ class SimulatorProcess:
 
     @property
     def ring(self) -> Ring:
-        """The shared memory.
-
-        Raises:
-            EnvOrderError: there is no process, or it is still starting.
-        """
-        if self._ring is None and self.child:  # without a child this raises
+        """The shared memory; EnvOrderError if there is no process, or it is still starting."""
+        if self._ring is None and self.child:  # raises without a child
             raise EnvOrderError(f"{self.episodes} is still starting", "call wait_started()")
         assert self._ring is not None
         return self._ring
@@ -107,7 +98,7 @@ class SimulatorProcess:
         """Start the process; ``wait_started`` waits until it is ready."""
         if self._child is not None:
             raise EnvOrderError(f"{self.episodes} runs already", "close() it or restart() it")
-        # No name: nothing is left behind when processes are killed. The child sizes it, see worker_main.make_ring.
+        # Unnamed: nothing is left behind when processes are killed. The child sizes it, see worker_main.make_ring.
         self._memory_fd = os.memfd_create("embodrl-env", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             self.starts += 1
@@ -116,7 +107,7 @@ class SimulatorProcess:
             self.drop()
             message = f"{self.episodes}: cannot start '{self.launch.interpreter}': {error}"
             raise EnvError(message, "check env.python", code="python-not-runnable") from error
-        except BaseException:  # a signal too must not leave the process and its memory
+        except BaseException:  # signals too must not leave the process and its memory
             self.drop()
             raise
         # START is answered without a request: the configuration came with the start message.
@@ -132,7 +123,7 @@ class SimulatorProcess:
             if known not in (None, spec):
                 raise EnvProtocolError(f"its EnvSpec was {known} before a restart, and is {spec}")
             self._ring = Ring(self._memory_fd, spec, seal=True)
-            self._let_go()  # mapped: both sides need the file no longer
+            self._let_go()  # mapped: neither side needs the file any longer
         except EnvRaised:
             self.drop()
             raise
@@ -141,13 +132,10 @@ class SimulatorProcess:
         self.episodes.started(spec)
 
     def request(self, kind: Kind, timeout_s: float, count: int | None = None, value: object = None) -> None:
-        """Send a request; ``receive`` brings the answer.
+        """Send a request within ``timeout_s`` seconds; ``receive`` returns the answer.
 
-        Args:
-            kind: kind of the request.
-            timeout_s: seconds in which it must be taken.
-            count: C of a step, number of rows of a reset: their result goes to the next slot of the memory.
-            value: content of the frame.
+        ``count`` is C of a step or the number of rows of a reset, whose result goes to the next memory slot; ``value``
+        is the content of the frame.
         """
         child = self.child
         if self.saved is not None and kind not in _WHILE_OFFLOADED:
@@ -164,9 +152,9 @@ class SimulatorProcess:
             if self._debug:
                 self.ring.slots[slot].poison()
         self._serial += 1
-        # The answer must repeat these numbers, so that one to an earlier request is never mistaken for it.
+        # The answer must repeat these numbers, so that an answer to an earlier request is never mistaken for it.
         pending = _Pending(kind, slot, self._serial if count is None else count)
-        # Before it is sent: a signal may end the call right after that, and the process would work unnoticed.
+        # Set before sending: a signal may end the call right after it, and the process would work unnoticed.
         before = self._slot
         self._pending = pending
         if count is not None:
@@ -177,12 +165,12 @@ class SimulatorProcess:
             raise self._died(f"before {kind.name}") from None
         except TimeoutError:
             raise self._timed_out(f"a {kind.name} request was not taken in {timeout_s:g} s") from None
-        except (MessageError, OSError):  # the frame could not be made, or was refused whole: nothing was sent
+        except (MessageError, OSError):  # the frame could not be made, or was rejected whole: nothing was sent
             self._pending, self._slot = None, before
             raise
 
     def replace_result(self) -> None:
-        """Let the next result take the place of the last one, so that the one before stays valid."""
+        """Let the next result replace the last one, so that the one before stays valid."""
         self._slot = (self._slot - 1) % NUM_SLOTS
 
     def receive(self, kind: Kind, timeout_s: float, detail: str = "") -> Frame:
@@ -213,7 +201,7 @@ class SimulatorProcess:
         return frame
 
     def result(self, kind: Kind, timeout_s: float, read: Callable[[ResultSlot, int], _Result]) -> _Result:
-        """Return what ``read`` makes of the slot of an answer, and of how many actions of the chunk were executed."""
+        """Apply ``read`` to the result slot of an answer and the number of executed actions of the chunk."""
         frame = self.receive(kind, timeout_s)
         slot = self.ring.slots[frame.number]
         try:
@@ -224,12 +212,12 @@ class SimulatorProcess:
             raise self.invalid(error, f"during {kind.name}") from None
 
     def state(self, kind: Kind, timeout_s: float) -> bytes:
-        """Ask for the state by a request of this kind, and wait for it."""
+        """Request the state with this kind of request, and wait for it."""
         self.request(kind, timeout_s)
         return self.wait_state(kind, timeout_s)
 
     def wait_state(self, kind: Kind, timeout_s: float) -> bytes:
-        """Return the state that was asked for by a request of this kind."""
+        """Return the state requested with this kind of request."""
         state = self.receive(kind, timeout_s).value
         if not isinstance(state, bytes):
             raise self.invalid(f"a state of type {type(state).__name__}, not bytes", f"during {kind.name}")
@@ -263,7 +251,7 @@ class SimulatorProcess:
         self.drop()
 
     def drop(self) -> None:
-        """Kill the process, if there is one, and let go of its memory."""
+        """Kill the process, if any, and release its memory."""
         child = self._child
         # Cleared before the kill, which may raise: the next start must find no process.
         self._child = None
@@ -279,14 +267,14 @@ class SimulatorProcess:
         self._memory_fd = -1
 
     def invalid(self, error: Exception | str, when: str) -> EnvProtocolError:
-        """Kill a process that has sent an invalid answer, and return the error that names it."""
+        """Kill a process that sent an invalid answer, and return the error that names it."""
         problem = error.message if isinstance(error, EmbodrlError) else str(error)
         what = f"process {self.child.pid} sent invalid data {when}: {problem}; killed"
-        hint = "look for code of the simulator that writes to file descriptors or memory that are not its own"
+        hint = "look for simulator code that writes to foreign file descriptors or memory"
         return self._ended(EnvProtocolError, what, hint)
 
     def _raised(self, content: object, doing: str) -> EnvError:
-        """Return the error of an exception in the process: one of embodrl's own says enough, others get a traceback."""
+        """Return the error of an exception in the process, with a traceback unless it is an error of embodrl."""
         # The report comes from a process that may be broken, so it is checked like any other answer.
         try:
             if not isinstance(content, dict):
@@ -301,9 +289,9 @@ class SimulatorProcess:
             return self.invalid(error, f"during {doing}")
         if code is not None:
             return EnvRaised(f"{self.episodes}: {message[:_SHOWN_TEXT]}", hint[:_SHOWN_TEXT], code=code)
-        hint = "fix the simulator's code at the last line of the traceback"
+        hint = "fix the simulator code at the last line of the traceback"
         if self.child.log_path is not None:
-            hint += f"; what it printed is in {self.child.log_path}"
+            hint += f"; its output is in {self.child.log_path}"
         frames = traceback.rstrip()[-_SHOWN_TEXT:]
         return EnvRaised(f"{self.episodes}: {kind} during {doing}: {message[:_SHOWN_TEXT]}\n{frames}", hint)
 
@@ -317,7 +305,7 @@ class SimulatorProcess:
         return self._ended(EnvTimeout, f"{what}; killed", hint)
 
     def _ended(self, error_type: type[_Ended], what: str, hint: str) -> _Ended:
-        """Kill what is left of the process, and return the error with the end of its log."""
+        """Kill the remains of the process, and return the error with the end of its log."""
         child = self.child
         # Read before ``drop`` closes the log.
         tail = child.log_tail()

@@ -1,4 +1,4 @@
-"""What a pool does about a manager that fails: restarts it, ends its episodes, and counts what was lost.
+"""Recovery of a pool's failed managers: restarts them, ends their episodes, and counts losses.
 
 Shapes: B environments of a manager, C actions in a chunk.
 """
@@ -24,15 +24,11 @@ FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
 
 
 class Recovery:
-    """Restarts managers and ends the episodes that are lost; see ``EnvPool``.
+    """Restarts managers and ends lost episodes; see ``EnvPool``.
 
     Attributes:
-        managers: managers of the pool.
-        max_restarts: consecutive episodes of one environment that may be lost to invalid values.
-        faults: counts.
-        bounds: bounds of rewards and states.
-        budget: budget of restarts.
-        failed: fault of a manager, by rank, that its next answer would bring.
+        max_restarts: maximum consecutive episodes of one environment lost to invalid values.
+        failed: pending fault of a manager, by rank, to be raised in place of its next answer.
         last: newest good observation of each manager.
     """
 
@@ -59,7 +55,7 @@ class Recovery:
     def send_reset(
         self, rank: int, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], rows: NDArray[np.int64]
     ) -> None:
-        """Ask a manager for new episodes; a fault is kept for ``raise_failed``."""
+        """Request new episodes from a manager; a fault is kept for ``raise_failed``."""
         manager = self.managers[rank]
         if rank in self.failed:  # its episodes after the restart
             manager.episodes.begin(rows, seeds, task_ids)
@@ -70,14 +66,14 @@ class Recovery:
             self.failed[rank] = error
 
     def raise_failed(self, rank: int) -> None:
-        """Raise the fault that a manager met when it was asked, if it met one."""
+        """Raise a manager's pending fault, if any."""
         # Raised once: its successor has not failed.
         error = self.failed.pop(rank, None)
         if error is not None:
             raise error
 
     def checked(self, manager: EnvManager, observation: Observation) -> Observation:
-        """Return the observation after a reset; refuse an invalid one."""
+        """Return the observation after a reset; raise if it is invalid."""
         if self.bounds.broken_states(observation).any():
             raise EnvRaised(
                 f"{manager}: the state after a reset is not finite or beyond env.max_abs_state={self.bounds.state:g}",
@@ -86,17 +82,17 @@ class Recovery:
         return observation
 
     def may_restart(self) -> bool:
-        """Count a restart; return False once there were too many."""
+        """Count a restart; return False once the limit is reached."""
         allowed = self.budget.take()
         if allowed:
             self.faults.count("restarts")
         return allowed
 
     def restart(self, rank: int, error: EnvError) -> Observation:
-        """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
+        """Restart a manager and reset it to its seeds; raise once ``max_restarts`` are used up."""
         manager = self.managers[rank]
         if isinstance(error, EnvRaised) and not manager.episodes.has_stepped:
-            raise error  # wrong code, not a rare fault: a new process would raise again
+            raise error  # faulty code, not a rare fault: a new process would raise again
         while True:
             if not self.may_restart():
                 raise type(error)(
@@ -117,16 +113,9 @@ class Recovery:
                 error = again
 
     def lost_step(self, rank: int, error: EnvError, active: NDArray[np.bool_], chunk: int) -> EnvStep:
-        """Restart a manager, and return the outcome of the chunk that it did not finish.
-
-        Args:
-            rank: rank of the manager.
-            error: its fault.
-            active: ``bool[B]``, environments of the manager that acted.
-            chunk: C.
-        """
+        """Restart a manager, by rank, and return the outcome of its unfinished chunk of ``active bool[B]``."""
         last = self.last[rank]
-        # The observation is a view of the old process's memory: copied, it does not hold that memory.
+        # The observation is a view of the old process's memory; a copy does not hold that memory.
         last = None if last is None else copy_observation(last)
         observation = copy_observation(self.restart(rank, error))
         rows = np.flatnonzero(active)
@@ -144,7 +133,7 @@ class Recovery:
         # The reset below writes its result into the slot that this step is a view of.
         step = copy_step(step)
         last = None if last is None else copy_observation(last)
-        # Not the episode that an auto-reset has begun: the one that ends here is run again.
+        # Not the episode begun by an auto-reset: the one that ends here is repeated.
         seeds = np.where(step.episode_seed < 0, manager.episodes.again(), step.episode_seed)
         manager.process.replace_result()  # the observation before the step stays valid
         again = manager.reset(seeds[rows], manager.episodes.task_ids[rows], rows)

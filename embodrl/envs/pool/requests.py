@@ -1,4 +1,4 @@
-"""Requests to the simulators of a pool besides resets and chunks, at the same time where they can be."""
+"""Requests to a pool's simulators other than resets and chunks, in parallel where possible."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ from embodrl.processes.frames import Kind
 # A request that raises is as likely to be wrong as the simulator: a new process would raise again.
 _LOSSES = (EnvWorkerDied, EnvTimeout)
 R = TypeVar("R")
-# Requests with a lasting effect: they are repeated to a restarted process.
+# Requests with a lasting effect, repeated to a restarted process.
 _LASTING = ("set_auto_reset", "set_ignore_terminations")
 
 
 class Requests:
-    """Asks managers, and restarts those that are lost where that is wanted.
-
-    Args:
-        recovery: recovery of the pool.
-    """
+    """Sends requests to managers and, if asked to, restarts lost ones."""
 
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
@@ -41,7 +37,7 @@ class Requests:
             self.send(rank, method, arguments)
         answers: list[object] = []
         fault: EnvError | None = None
-        # All of them: an answer that is not received blocks the next request.
+        # All of them: an unreceived answer blocks the next request.
         for rank in range(len(self.recovery.managers)):
             try:
                 answers.append(self._wait(rank, method, arguments, restart))
@@ -54,12 +50,10 @@ class Requests:
     def ask_rows(
         self, method: str, arguments: Mapping[int, Mapping[str, object]], offsets: Sequence[int]
     ) -> dict[int, object]:
-        """Return the answers by row; processes work at the same time, each on one row after the other.
+        """Return the answers by row; processes work in parallel, each on one row after the other.
 
-        Args:
-            method: name of the request.
-            arguments: arguments by row of the pool.
-            offsets: first row of each manager, and the number of all rows.
+        ``arguments`` are by row of the pool; ``offsets`` hold the first row of each manager, and the total number of
+        rows.
         """
         answers: dict[int, object] = {}
         fault: EnvError | None = None
@@ -73,7 +67,7 @@ class Requests:
                 try:
                     answers[row] = self._wait(rank, method, None, restart=False)
                 except _LOSSES:
-                    pass  # the next step or reset finds it
+                    pass  # the next step or reset detects it
                 except EnvError as error:
                     fault = fault or error
             if fault is not None:
@@ -81,14 +75,14 @@ class Requests:
         return answers
 
     def ask_again(self, ranks: Sequence[int]) -> None:
-        """Repeat the requests with a lasting effect: a rebuilt simulator has its state back, but its first rules."""
+        """Repeat the requests with a lasting effect: a rebuilt simulator has its state back, but its initial rules."""
         for rank in ranks:
             for method, arguments in self.recovery.managers[rank].lasting.items():
-                with suppress(*_LOSSES):  # the next request finds it
+                with suppress(*_LOSSES):  # the next request detects it
                     self.ask(rank, method, arguments)
 
     def send(self, rank: int, method: str, arguments: Mapping[str, object] | None) -> None:
-        """Send a request to one manager; one that is lost keeps it for its next process if it lasts."""
+        """Send a request to one manager; if the manager is lost, lasting requests are kept for its next process."""
         if method in _LASTING:
             self.recovery.managers[rank].lasting[method] = arguments
         if rank not in self.recovery.failed:
@@ -98,9 +92,9 @@ class Requests:
                 self.recovery.failed[rank] = error
 
     def drain(self) -> None:
-        """Wait for the answers to requests that an interruption left in progress, and drop them.
+        """Receive and drop the answers to requests left in progress by an interruption.
 
-        The next step, reset or request with ``restart`` restarts a process that is lost meanwhile.
+        The next step, reset or request with ``restart`` restarts a process lost meanwhile.
         """
         for rank, manager in enumerate(self.recovery.managers):
             try:
@@ -118,13 +112,9 @@ class Requests:
         restart: bool,
         again: Callable[[EnvManager], R] | None = None,
     ) -> R:
-        """Return the answer of one manager.
+        """Return the answer of one manager, fetched by ``request``.
 
-        Args:
-            rank: rank of the manager.
-            request: function that brings the answer.
-            restart: restart a lost process, and ask again.
-            again: function that asks a restarted process; None for ``request``.
+        ``restart`` restarts a lost process and asks again, with ``again`` if given.
         """
         manager = self.recovery.managers[rank]
         try:
@@ -132,7 +122,7 @@ class Requests:
             return request(manager)
         except _LOSSES as error:
             if not restart:
-                self.recovery.failed[rank] = error  # the next step or reset finds it
+                self.recovery.failed[rank] = error  # the next step or reset detects it
                 raise
             fault: EnvError = error
         while True:
@@ -145,11 +135,7 @@ class Requests:
 
 
 def _drain(manager: EnvManager) -> None:
-    """Wait for the answer to the request in progress, if there is one.
-
-    Raises:
-        EnvRaised, EnvWorkerDied, EnvTimeout: the process was lost, or the request failed.
-    """
+    """Wait for the answer to the request in progress, if any; raises EnvRaised, EnvWorkerDied or EnvTimeout."""
     process = manager.process
     timeouts = manager.timeouts
     kind = process.pending

@@ -1,4 +1,4 @@
-"""States of simulators in checkpoints, with the EnvSpec that they were taken with."""
+"""Simulator states in checkpoints, with the EnvSpec they were taken with."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ def pack_states(specs: Sequence[EnvSpec], states: Sequence[bytes]) -> list[bytes
 
 
 def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[bytes]:
-    """Return the states of ``pack_states``, which must fit the processes that are to continue from them.
+    """Return the states of ``pack_states``, one per process, which must match the EnvSpecs of the continuing processes.
 
-    Args:
-        specs: EnvSpecs of the processes.
-        packed: one per process.
-
-    Raises:
-        CheckpointError: the states are of other environments, or damaged; names the settings.
+    Raises CheckpointError if they are damaged or of other environments, naming the differing settings.
     """
     saved: list[EnvSpec] = []
     states: list[bytes] = []
@@ -56,7 +51,7 @@ def _total(specs: Sequence[EnvSpec]) -> EnvSpec:
 
 
 def _check(saved: EnvSpec, present: EnvSpec) -> None:
-    """Refuse what an environment can't continue from: rows, images or tasks that it does not have."""
+    """Raise if an environment can't continue from a state because rows, images or tasks differ."""
     cameras = [
         ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
         for spec in (saved, present)
@@ -66,7 +61,7 @@ def _check(saved: EnvSpec, present: EnvSpec) -> None:
         "cameras (env.cameras)": tuple(cameras),
         "numbers of the state (env.include_state)": (saved.state_dim, present.state_dim),
         "numbers of an action": (saved.action_dim, present.action_dim),
-        # Tasks are saved as their numbers; further ones at the end change none.
+        # Tasks are saved as indices; appending tasks changes none.
         "tasks (env.tasks)": (", ".join(saved.tasks), ", ".join(present.tasks[: len(saved.tasks)])),
     }
     differences = [
@@ -74,7 +69,7 @@ def _check(saved: EnvSpec, present: EnvSpec) -> None:
     ]
     if differences:
         raise CheckpointError(
-            "the simulators of the checkpoint are others than those of this run: " + "; ".join(differences),
+            "the simulators of the checkpoint differ from this run's: " + "; ".join(differences),
             "resume with the settings of the checkpoint, or start a new run from its policy (model.path)",
             code="env-state-mismatch",
         )

@@ -1,19 +1,18 @@
-"""The shared memory between an EnvManager and its process: one request area and a ring of result slots.
+"""Shared memory between an EnvManager and its process: one request area and a ring of result slots.
 
-Protocol. The parent writes the request area, then sends a frame that names a slot; the child reads the request,
-writes its result into that slot, and answers. There is no lock and no flag in the memory: one request is pending at a
-time, so that each side owns all of it between the frame that it receives and the one that it sends, and the two system
-calls of a frame order the memory accesses on both sides. A child that dies while it writes leaves a torn slot, which
-is never read: a slot is read only after the answer, and the memory is dropped with the process.
+Protocol. The parent writes the request area, then sends a frame that names a slot; the child reads the request, writes
+its result into that slot, and answers. There is no lock and no flag in the memory: one request is pending at a time, so
+that each side owns all of it between the frame it receives and the one it sends, and the two system calls of a frame
+order the memory accesses on both sides. A child that dies while writing leaves a torn slot, which is never read: a slot
+is read only after the answer, and the memory is dropped with the process.
 
 The parent trusts none of it, as native code of a simulator may write anywhere: it seals the size of the memory before
-it maps it (a page that is truncated away is a bus error), and ``ResultSlot.check`` looks at what numpy or a list would
-otherwise index with. Numbers may be anything; ``faults.Bounds`` judges those.
+mapping it (a page that is truncated away is a bus error), and ``ResultSlot.check`` validates everything that numpy or a
+list would otherwise index with. Other numbers may be anything; ``faults.Bounds`` judges them. Images go here and not
+through the socket because the parent needs no copy: results are views.
 
-Pictures go here and not through the socket because they need no copy on the parent's side: results are views.
-
-Shapes: B environments, C actions in a chunk (at most ``EnvSpec.max_chunk``), A action dimensions, V cameras,
-H x W image, S state dimensions. Both sides compute the same layout from the EnvSpec; arrays start on cache lines.
+Shapes: B environments, C actions in a chunk (at most ``EnvSpec.max_chunk``), A action dimensions, V cameras, H x W
+image, S state dimensions. Both sides compute the same layout from the EnvSpec; arrays start on cache lines.
 """
 
 from __future__ import annotations
@@ -34,25 +33,25 @@ from embodrl.fields import Fields
 from embodrl.processes.frames import FIXED_SIZE
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
-# Results are views of a slot. With two, a result stays valid while the next one is written: a rollout may look at the
-# observation before the step and at the one after it, without a copy.
+# Results are views of a slot. With two slots, a result stays valid while the next one is written: a rollout may look at
+# the observations before and after a step without a copy.
 NUM_SLOTS = 2
 INSTRUCTION_BYTES = 512
 POISON_BYTE = 0xAB
-_ALIGNMENT = 64  # a cache line: arrays that the two sides write never share one
+_ALIGNMENT = 64  # a cache line: arrays written by different sides never share one
 _PER_ACTION = ("reward", "valid", "terminated", "truncated")
 _PER_CHUNK = ("success", "episode_return", "episode_length", "episode_seed", "final_mask")
 _FLAGS_PER_ACTION = ("valid", "terminated", "truncated")
 _FLAGS_PER_CHUNK = ("success", "final_mask")
 _SHOWN = 8
 
-# Upper limits of a plausible EnvSpec: the layout, and so the memory, is computed from what another process sent.
+# Upper limits of a plausible EnvSpec: the memory layout is computed from another process's message.
 _MAX_BATCH = 1 << 16
 _MAX_CAMERAS = 64
 _MAX_PIXELS = 1 << 14
 _MAX_NUMBERS = 1 << 16
 _MAX_TASKS = 1 << 20
-_BLOCK_BYTES = 512  # the unit of st_blocks
+_BLOCK_BYTES = 512  # unit of st_blocks
 
 Shapes = dict[str, tuple[tuple[int, ...], type[np.generic]]]
 Places = dict[str, tuple[int, tuple[int, ...], type[np.generic]]]
@@ -61,11 +60,11 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each array lies.
+    """Location of each array.
 
     Attributes:
-        request: name to (offset, shape, dtype) of the request area.
-        slots: the same for each result slot.
+        request: name to (offset, shape, dtype) in the request area.
+        slots: name to (offset, shape, dtype) for each result slot.
         num_bytes: size of the whole region.
     """
 
@@ -75,7 +74,7 @@ class Layout:
 
 
 def spec_to_dict(spec: EnvSpec) -> dict[str, object]:
-    """Return an EnvSpec as JSON has it; an environment may have filled it with numpy's numbers and lists."""
+    """Return an EnvSpec as JSON values; environments may have filled it with numpy numbers and lists."""
     return {name: _plain(value) for name, value in dataclasses.asdict(spec).items()}
 
 
@@ -90,11 +89,9 @@ def _plain(value: object) -> object:
 
 
 def spec_from_dict(content: object) -> EnvSpec:
-    """Return the EnvSpec of ``spec_to_dict``, each field checked.
+    """Return the EnvSpec of ``spec_to_dict``; EnvProtocolError if a field is missing, of another type or out of range.
 
-    Raises:
-        EnvProtocolError: a field is missing, of another type or out of range.
-        EnvError: the bounds of actions are not -1 and 1.
+    Raises EnvError if the bounds of actions are not -1 and 1.
     """
     if not isinstance(content, dict):
         raise EnvProtocolError(f"an EnvSpec is announced, and a {type(content).__name__} was sent")
@@ -127,7 +124,7 @@ def spec_from_dict(content: object) -> EnvSpec:
 
 
 def request_shapes(spec: EnvSpec) -> Shapes:
-    """Return shapes and dtypes of what goes to the simulator."""
+    """Return shapes and dtypes of the data sent to the simulator."""
     batch = spec.num_envs
     return {
         "actions": ((batch, spec.max_chunk, spec.action_dim), np.float32),
@@ -139,11 +136,7 @@ def request_shapes(spec: EnvSpec) -> Shapes:
 
 
 def result_shapes(spec: EnvSpec) -> Shapes:
-    """Return shapes and dtypes of what comes back.
-
-    Raises:
-        EmbodrlError: the cameras differ in size.
-    """
+    """Return shapes and dtypes of the data returned; EmbodrlError if the cameras differ in size."""
     batch = spec.num_envs
     chunk = spec.max_chunk
     sizes = {(camera.height, camera.width) for camera in spec.cameras}
@@ -151,7 +144,7 @@ def result_shapes(spec: EnvSpec) -> Shapes:
         found = ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
         raise EmbodrlError(
             f"the cameras differ in size: {found}",
-            "give all cameras of env.cameras one height and width",
+            "use the same height and width for all of env.cameras",
             code="camera-sizes",
         )
     height, width = sizes.pop() if sizes else (0, 0)
@@ -177,7 +170,7 @@ def result_shapes(spec: EnvSpec) -> Shapes:
 
 
 def compute_layout(spec: EnvSpec, num_slots: int = NUM_SLOTS) -> Layout:
-    """Place the request area and the result slots, one after the other."""
+    """Place the request area and the result slots one after the other."""
     offset = 0
 
     def place(shapes: Shapes) -> Places:
@@ -204,7 +197,7 @@ def _views(buffer: mmap.mmap, fields: Places) -> Arrays:
 class ResultSlot:
     """Memory for one result (observation, and outcome of a chunk) of B environments.
 
-    Instructions seldom change, so the last ones written and read are cached; one object must do all the writing.
+    Instructions seldom change, so the last ones written and read are cached; all writing must go through one object.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -218,14 +211,13 @@ class ResultSlot:
         return ResultSlot({name: np.zeros(shape, dtype) for name, (shape, dtype) in result_shapes(spec).items()})
 
     def rows(self, start: int, stop: int) -> ResultSlot:
-        """Return the part of environments ``start`` to ``stop - 1``; shares the memory."""
+        """Return the part of environments ``start`` to ``stop - 1``, sharing memory."""
         return ResultSlot({name: array[start:stop] for name, array in self.arrays.items()})
 
     def write_observation(self, observation: Observation) -> None:
         """Copy an observation in.
 
-        Raises:
-            EmbodrlError: a shape or dtype differs from what the EnvSpec promises, or an instruction is too long.
+        Raises EmbodrlError if a shape or dtype differs from the EnvSpec, or an instruction is too long.
         """
         for name in ("images", "state", "task_id"):
             self._copy(name, getattr(observation, name), self.arrays[name])
@@ -235,10 +227,9 @@ class ResultSlot:
             self._written = list(observation.instruction)
 
     def write_step(self, step: EnvStep) -> None:
-        """Copy the outcome of a chunk in; of ``final_observation`` only the rows that are valid.
+        """Copy the outcome of a chunk in; of ``final_observation`` only the valid rows.
 
-        Raises:
-            EmbodrlError: as ``write_observation``, or ``final_observation`` is missing.
+        Raises EmbodrlError like ``write_observation``, or if ``final_observation`` is missing.
         """
         self.write_observation(step.observation)
         chunk = step.reward.shape[1] if step.reward.ndim == 2 else 0
@@ -246,13 +237,13 @@ class ResultSlot:
             self._copy(name, getattr(step, name), self.arrays[name][:, :chunk])
         for name in _PER_CHUNK:
             self._copy(name, getattr(step, name), self.arrays[name])
-        # Rows outside the mask are undefined by contract; pictures of all rows would double what a step copies.
+        # Rows outside the mask are undefined by contract; images of all rows would double the copying of a step.
         if not step.final_mask.any():
             return
         if step.final_observation is None:
             raise EmbodrlError(
                 "final_mask is set but there is no final_observation",
-                "this is a bug of the environment",
+                "this is a bug in the environment",
                 code="env-step-result",
             )
         rows = np.flatnonzero(step.final_mask)
@@ -273,7 +264,7 @@ class ResultSlot:
         )
 
     def step(self, chunk: int) -> EnvStep:
-        """Return views of the outcome of a chunk of that many actions."""
+        """Return views of the outcome of a chunk of ``chunk`` actions."""
         arrays = self.arrays
         has_final = bool(arrays["final_mask"].any())
         return EnvStep(
@@ -284,35 +275,30 @@ class ResultSlot:
         )
 
     def check(self, chunk: int | None, num_tasks: int) -> None:
-        """Check what another process wrote, as far as it is used as an index, a length, text or a truth value.
+        """Check another process's data that is used as an index, length, text or boolean.
 
-        Args:
-            chunk: C of a step; None for an observation alone.
-            num_tasks: number of tasks of the EnvSpec.
-
-        Raises:
-            EnvProtocolError: names the array.
+        ``chunk`` is C of a step; None for an observation alone. Raises EnvProtocolError naming the array.
         """
         arrays = self.arrays
         if chunk is not None:
-            # numpy counts truth values by adding their bytes: one of 171 is memory written out of bounds.
+            # numpy counts booleans by adding their bytes: a byte of 171 is memory written out of bounds.
             first, second, third = (arrays[name].view(np.uint8)[:, :chunk] for name in _FLAGS_PER_ACTION)
             success, final = (arrays[name].view(np.uint8) for name in _FLAGS_PER_CHUNK)
             if (first | second | third).max() > 1 or (success | final).max() > 1:
-                raise EnvProtocolError(f"truth values other than 0 and 1 in {', '.join(_FLAGS_PER_ACTION)} or success")
+                raise EnvProtocolError(f"booleans other than 0 and 1 in {', '.join(_FLAGS_PER_ACTION)} or success")
             if final.any():
                 self._check_tasks("final_task_id", arrays["final_task_id"][arrays["final_mask"]], num_tasks)
         self._check_tasks("task_id", arrays["task_id"], num_tasks)
 
     @staticmethod
     def _check_tasks(name: str, tasks: NDArray[np.int32], num_tasks: int) -> None:
-        if tasks.view(np.uint32).max() >= num_tasks:  # negative ones are large ones there
+        if tasks.view(np.uint32).max() >= num_tasks:  # as unsigned, negative values are large
             raise EnvProtocolError(f"{name} {tasks.tolist()[:_SHOWN]} for {num_tasks} tasks")
 
     def poison(self) -> None:
-        """Overwrite everything that is handed out as a view, so that a view kept for too long is noticed at once."""
+        """Overwrite everything handed out as a view, so that a view kept too long is noticed at once."""
         for name, array in self.arrays.items():
-            # Instructions are decoded when they are read, so that no view of them is handed out.
+            # Instructions are decoded on reading, so that no view of them is handed out.
             if "instruction" not in name:
                 array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
 
@@ -322,7 +308,7 @@ class ResultSlot:
         if not known or array.shape != target.shape or array.dtype != target.dtype:
             found = f"{array.dtype}{list(array.shape)}" if known else type(source).__name__
             raise EmbodrlError(
-                f"the environment returned {name} as {found}, its spec promises {target.dtype}{list(target.shape)}",
+                f"the environment returned {name} as {found}, its spec declares {target.dtype}{list(target.shape)}",
                 "make the environment's results agree with its EnvSpec",
                 code="env-step-result",
             )
@@ -342,9 +328,9 @@ class ResultSlot:
             try:
                 decoded = [texts[row, :length].tobytes().decode() for row, length in enumerate(lengths.tolist())]
             except UnicodeDecodeError as error:
-                raise EnvProtocolError(f"{prefix}instruction is no text: {error}") from error
+                raise EnvProtocolError(f"{prefix}instruction is not a text: {error}") from error
             self._read = (raw, raw_lengths, decoded)
-        # A copy, since ``faults.terminate_invalid`` overwrites single entries of an episode that was lost.
+        # A copy, since ``faults.terminate_invalid`` overwrites single entries of a lost episode.
         return list(self._read[2])
 
     def _write_instructions(self, prefix: str, texts: list[str], rows: Iterable[int]) -> None:
@@ -371,13 +357,13 @@ class Ring:
     """The mapped region: ``request`` arrays and ``slots``.
 
     Args:
-        fd: a memory file (memfd); it has no name, so nothing is left behind when processes are killed.
-        spec: what the environment offers.
-        seal: fix the size first: the parent does, which the other process could end by truncating the memory.
+        fd: memory file (memfd), unnamed so that nothing is left behind when processes are killed.
+        spec: EnvSpec that determines the layout.
+        seal: fix the size first, as the parent does: the other process could crash it by truncating the memory.
 
     Raises:
-        EnvProtocolError: the memory does not have the size that the spec asks for.
-        OSError: it can't be sealed or mapped.
+        EnvProtocolError: the memory does not have the size required by the spec.
+        OSError: the memory can't be sealed or mapped.
     """
 
     def __init__(self, fd: int, spec: EnvSpec, seal: bool = False) -> None:
@@ -385,12 +371,12 @@ class Ring:
         if seal:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
             found = os.fstat(fd)
-            # Allocated blocks and not the size alone: reading a page that no memory is left for is a bus error.
+            # Allocated blocks, not just the size: reading a page that has no memory left is a bus error.
             if found.st_size < layout.num_bytes or found.st_blocks * _BLOCK_BYTES < layout.num_bytes:
                 raise EnvProtocolError(
-                    f"its shared memory has {found.st_size} bytes, its EnvSpec asks for {layout.num_bytes}"
+                    f"its shared memory has {found.st_size} bytes, its EnvSpec requires {layout.num_bytes}"
                 )
-        # Populated at once: the page faults would otherwise be paid in the first steps, by the side that waits.
+        # Populated at once: otherwise the waiting side would pay for the page faults in the first steps.
         region = mmap.mmap(fd, layout.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.request = _views(region, layout.request)
         self.slots = tuple(ResultSlot(_views(region, fields)) for fields in layout.slots)

@@ -1,4 +1,4 @@
-"""Videos of episodes, written by the simulator process itself."""
+"""Videos of episodes, written by the simulator process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ logger = logging.getLogger("embodrl.envs")
 
 
 LABELLED_PX = 96
-"""Frames of at least this height say which step they are; in smaller ones the text would hide what happens."""
+"""Frames of at least this height show the step number; in smaller ones the text would hide the scene."""
 SUCCESS = (47, 143, 78)
 BEHIND = (24, 24, 24)
 
 
 class VideoWriter:
-    """Collects frames of the recorded rows, a step each; a finished video is named after its outcome.
+    """Collects one frame per step of the recorded rows; a finished video is named after its outcome.
 
-    Frames show the number of their step, and success from the step on that reached it.
-
-    A video that can't be written is dropped with a warning: the episodes are worth more.
+    Frames show their step number and, from the successful step on, the success. A video that can't be written is
+    dropped with a warning, since the episodes matter more.
 
     Args:
         fps: frames per second.
@@ -36,7 +35,7 @@ class VideoWriter:
         self._paths: dict[int, Path] = {}
 
     def start(self, row: int, path: str) -> None:
-        """Record the episode of ``row`` that is about to start; ``path`` without suffix."""
+        """Record the upcoming episode of ``row``; ``path`` without suffix."""
         self._frames[row] = []
         self._paths[row] = Path(path)
 
@@ -45,7 +44,7 @@ class VideoWriter:
         return [row for row in self._frames if mask[row]]
 
     def add(self, row: int, frame: NDArray[np.uint8], success: bool = False) -> None:
-        """Add the frame ``uint8[H,W,3]`` that a step has led to; ``success``: the episode has succeeded by then."""
+        """Add the frame ``uint8[H,W,3]`` after a step; ``success``: the episode has succeeded by then."""
         try:
             self._frames[row].append(_labelled(frame, len(self._frames[row]) + 1, success))
         except Exception as error:  # noqa: BLE001  (any simulator's frame; the episode continues without its video)
@@ -53,7 +52,7 @@ class VideoWriter:
             _warn(self._paths.pop(row), error)
 
     def finish(self, row: int, success: bool) -> None:
-        """Write ``<path>_success.mp4`` or ``<path>_failure.mp4``, or nothing and a warning where that fails."""
+        """Write ``<path>_success.mp4`` or ``<path>_failure.mp4``; on failure, only warn."""
         frames = self._frames.pop(row)
         path = self._paths.pop(row)
         target = path.with_name(f"{path.name}_{'success' if success else 'failure'}.mp4")
@@ -64,7 +63,7 @@ class VideoWriter:
             _warn(target, error)
 
     def close(self) -> None:
-        """Drop what was not finished."""
+        """Drop unfinished videos."""
         if self._frames:
             logger.info("dropped %d unfinished videos", len(self._frames))
         self._frames = {}
@@ -72,7 +71,7 @@ class VideoWriter:
 
 
 def _labelled(frame: NDArray[np.uint8], step: int, success: bool) -> NDArray[np.uint8]:
-    """Return a copy of a frame with the number of its step in the lower left corner, where that is large enough."""
+    """Return a copy of a frame with the step number in the lower left corner, if the frame is large enough."""
     if len(frame) < LABELLED_PX:
         return frame.copy()
     from PIL import Image, ImageDraw  # imageio needs it, too
@@ -88,24 +87,17 @@ def _labelled(frame: NDArray[np.uint8], step: int, success: bool) -> NDArray[np.
 
 
 def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:
-    """Write an MP4 of ``frames uint8[H,W,3]``.
-
-    Raises:
-        ImportError: imageio or imageio-ffmpeg is not installed.
-        OSError: it can't be written.
-        RuntimeError: it can't be written.
-    """
     import imageio.v2 as imageio
     import imageio_ffmpeg
 
-    # imageio's default of 16 would rescale most pictures; the codec needs even sides only.
+    # imageio's default of 16 would rescale most images; the codec only needs even sides.
     writer: object = imageio.get_writer(path, fps=fps, macro_block_size=2, quality=7)
     try:
         for frame in frames:
             writer.append_data(frame)
     finally:
         writer.close()
-    # imageio does not look at the status of ffmpeg, which fails at the end where the disk is full.
+    # imageio ignores the exit status of ffmpeg, which fails at the end if the disk is full.
     written, _ = imageio_ffmpeg.count_frames_and_secs(str(path))
     if written != len(frames):
         raise OSError(f"ffmpeg wrote {written} of {len(frames)} frames; is the disk full?")

@@ -1,4 +1,4 @@
-"""What runs in a simulator process: builds the VectorEnv and answers the EnvManager's frames, one at a time."""
+"""Main program of a simulator process: builds the VectorEnv and answers the EnvManager's frames, one at a time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from embodrl.fields import Fields
 from embodrl.names import import_object
 from embodrl.processes.ending import OUT_OF_MEMORY, leave, ran_out_of_memory
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
-from embodrl.processes.serve import begin, bind_to_cores, describe_error, report_exits
+from embodrl.processes.serve import begin, bind_to_cores, describe_error
 from embodrl.processes.trace import span
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec
+from embodrl.user_code import report_exits
 
 
 def main(socket_fd: int) -> None:
-    """Serve until asked to close or until the parent has gone."""
+    """Serve until closed or until the parent has ended."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         connection, start = begin(socket_fd)
@@ -44,27 +45,22 @@ def main(socket_fd: int) -> None:
 
 
 class EnvServer:
-    """One VectorEnv, and what the parent asks of it.
-
-    Args:
-        connection: connection to the parent.
-        start: fields of ``EnvManager``'s START frame.
-    """
+    """One VectorEnv, serving the parent's requests; ``start`` are the fields of its START frame."""
 
     def __init__(self, connection: Connection, start: Fields) -> None:
         self._connection = connection
         self.hosted = HostedEnv(lambda: build(start), start.integer("memory_fd"))
 
     def answer(self, frame: Frame) -> bool:
-        """Carry out a request and answer it; return False if the answer is an error. The environment stays."""
+        """Execute and answer a request; return False if the answer is an error. The environment stays."""
         try:
             with span(frame.kind.name.lower()):
                 value = self.hosted.carry_out(frame)
             self._connection.send(Frame(Kind.OK, frame.number, frame.argument, value))
         except PeerGoneError:
             raise
-        except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
-            if ran_out_of_memory(error):  # what it holds keeps it from continuing; the parent starts a new one
+        except BaseException as error:  # noqa: BLE001 - process boundary: the parent raises it
+            if ran_out_of_memory(error):  # its memory keeps it from continuing; the parent starts a new one
                 traceback.print_exc()
                 os._exit(OUT_OF_MEMORY)
             self._connection.send(Frame(Kind.RAISED, frame.number, frame.argument, describe_error(error)))
@@ -73,15 +69,9 @@ class EnvServer:
 
 
 class HostedEnv:
-    """A VectorEnv on shared memory, made at the start and after each offload.
+    """A VectorEnv on shared memory, made by the factory ``make`` at the start and after each offload.
 
-    Args:
-        make: function that returns it.
-        memory_fd: memory file of the parent.
-
-    Attributes:
-        env: None while it is offloaded.
-        ring: the memory; None before the start.
+    ``env`` is None while offloaded; ``ring``, in the parent's memory file, is None before the start.
     """
 
     def __init__(self, make: Callable[[], VectorEnv], memory_fd: int) -> None:
@@ -115,10 +105,10 @@ class HostedEnv:
 
 
 def simulate(env: VectorEnv, ring: Ring, frame: Frame) -> object:
-    """Carry out a request to an environment.
+    """Execute a request on an environment.
 
-    Requests are copied out of the shared memory: an environment may keep its arguments, and the next request is
-    written to the same place.
+    Requests are copied out of the shared memory: an environment may keep its arguments, and the next request is written
+    to the same place.
     """
     request = ring.request
     count = frame.argument
@@ -142,7 +132,7 @@ def simulate(env: VectorEnv, ring: Ring, frame: Frame) -> object:
 
 
 def get_state(env: VectorEnv) -> bytes:
-    """Return the state of an environment, which may be a user's."""
+    """Return the state of an environment, which may be third-party code."""
     state: object = env.get_state()
     if not isinstance(state, bytes):
         raise EnvError(
@@ -154,15 +144,15 @@ def get_state(env: VectorEnv) -> bytes:
 
 
 def build(start: Fields) -> VectorEnv:
-    """Return the environment that the START frame names."""
+    """Return the environment named by the START frame."""
     cpu = start.integer("cpu", None)
     numa_node = start.integer("numa_node", None)
     # Bound first: memory is taken from the NUMA node of the core that first writes it.
     bind_to_cores([] if cpu is None else [cpu], numa_node, "set env.pin_cpus=false")
     for module in start.texts("extensions"):
         importlib.import_module(module)
-    target = start.text("env_type")  # module:Class, or a name that an extension has registered
-    gc.disable()  # what is imported and built here stays
+    target = start.text("env_type")  # module:Class, or a name registered by an extension
+    gc.disable()  # imports and objects created here live for the whole process
     try:
         make: Callable[..., VectorEnv] = import_object(target) if ":" in target else ENVS.get(target)
         env = make(**start.fields("kwargs").content)
@@ -181,8 +171,8 @@ def build(start: Fields) -> VectorEnv:
 def make_ring(spec: EnvSpec, memory_fd: int) -> Ring:
     """Size the shared memory and map it.
 
-    Reserved here and not by the parent: pages lie on the NUMA node of the process that touches them first. Reserved at
-    once, because memory that runs out later is a bus error and not an exception.
+    Allocated here and not by the parent, since pages lie on the NUMA node of the process that touches them first; and
+    at once, because running out of memory later is a bus error, not an exception.
     """
     num_bytes = compute_layout(spec).num_bytes
     try:
@@ -197,7 +187,7 @@ def make_ring(spec: EnvSpec, memory_fd: int) -> Ring:
 
 
 def release_memory() -> None:
-    """Return memory that is no longer used to the system."""
+    """Return unused memory to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if trim is not None:

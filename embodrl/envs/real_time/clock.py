@@ -1,4 +1,4 @@
-"""Time as a robot has it, and a rate of control that is held."""
+"""Robot time, and a fixed control rate."""
 
 from __future__ import annotations
 
@@ -8,32 +8,28 @@ import numpy as np
 
 
 class Clock:
-    """Seconds of the robot's time.
-
-    Args:
-        speed: seconds of it in a second of wall-clock time.
-    """
+    """Clock of the robot's time in seconds; ``speed`` is robot seconds per second of wall-clock time."""
 
     def __init__(self, speed: float = 1.0) -> None:
         self.speed = speed
 
     def now(self) -> float:
-        """Return the time in seconds since some moment."""
+        """Return the time in seconds since an arbitrary moment."""
         return time.monotonic() * self.speed
 
     def sleep(self, seconds: float) -> None:
-        """Wait for so much of the robot's time."""
+        """Wait for the given robot time."""
         time.sleep(seconds / self.speed)
 
 
 class Pacer:
-    """Lets observations be taken at equal intervals, and measures the time between the commands.
+    """Spaces observations at equal intervals, and measures the time between commands.
 
-    An observation at time t is answered by a command, and the next one is taken at t + period. Where the command comes
-    later than that, the deadline is missed, and the intervals count from there on.
+    An observation at time t is answered by a command, and the next one is taken at t + period. If the command comes
+    later, the deadline is missed, and the intervals count from there on.
 
     Args:
-        clock: the robot's.
+        clock: robot clock.
         hz: commands per second.
     """
 
@@ -47,13 +43,13 @@ class Pacer:
         self._missed = 0
 
     def begin(self) -> None:
-        """An observation is taken now, and no command came before it: an episode begins, or a pause ends."""
+        """Take an observation not preceded by a command: an episode begins, or a pause ends."""
         self._seen_s = self.clock.now()
         self._sent_s = None
         self._is_waiting = False
 
     def command(self) -> None:
-        """A command is sent now."""
+        """Record that a command is sent now."""
         now = self.clock.now()
         if self._sent_s is not None:
             self._periods_s.append(now - self._sent_s)
@@ -61,7 +57,7 @@ class Pacer:
         self._is_waiting = True
 
     def wait(self) -> None:
-        """Return when the observation after the last command is due; at once if that was waited for already."""
+        """Wait until the observation after the last command is due; return at once if it was already awaited."""
         if not self._is_waiting:
             return
         due = self._seen_s + self.period_s
@@ -74,9 +70,7 @@ class Pacer:
         self._is_waiting = False
 
     def status(self) -> dict[str, float]:
-        """Return percentiles of the time between commands in seconds of the robot, and missed deadlines, since last
-        asked.
-        """
+        """Return percentiles of the time between commands (robot seconds) and missed deadlines since the last call."""
         periods = np.array(self._periods_s)
         missed = self._missed
         self._periods_s = []

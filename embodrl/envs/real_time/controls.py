@@ -1,4 +1,4 @@
-"""What a person, a button or a script tells a robot: files in a directory.
+"""Control signals from people, buttons or scripts to a robot, as files in a directory.
 
 Files work across processes, terminals and languages, and an emergency stop survives a restart of the robot's process.
 """
@@ -9,19 +9,15 @@ from pathlib import Path
 
 STOP = "stop"
 PAUSE = "pause"
-"""Hold while they are there."""
+"""In effect while the file exists."""
 READY = "ready"
 SUCCESS = "success"
 FAILURE = "failure"
-"""Count once: they are removed when they are read."""
+"""In effect once: the file is removed when read."""
 
 
 class Controls:
-    """A directory with such files.
-
-    Args:
-        directory: of the files, which is made if there is none; None: none says anything.
-    """
+    """A directory of control files, created if missing; None disables all signals."""
 
     def __init__(self, directory: str | None) -> None:
         self.directory = None if directory is None else Path(directory).expanduser()
@@ -29,11 +25,11 @@ class Controls:
             self.directory.mkdir(parents=True, exist_ok=True)
 
     def holds(self, name: str) -> bool:
-        """Return whether a file is there."""
+        """Whether a file exists."""
         return self.directory is not None and (self.directory / name).exists()
 
     def take(self, name: str) -> bool:
-        """Return whether a file is there, and remove it."""
+        """Remove a file; return whether it existed."""
         if not self.holds(name):
             return False
         assert self.directory is not None
@@ -41,11 +37,11 @@ class Controls:
         return True
 
     def say(self, name: str) -> None:
-        """Make a file."""
+        """Create a file."""
         if self.directory is not None:
             (self.directory / name).touch()
 
     def switch(self, name: str) -> None:
-        """Make a file, or remove it where it is."""
+        """Create a file, or remove it if it exists."""
         if not self.take(name):
             self.say(name)

@@ -1,7 +1,4 @@
-"""What a person corrects a robot with.
-
-Shapes: A action dimensions.
-"""
+"""Input devices for human corrections. Shapes: A action dimensions."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ from embodrl.names import import_function
 logger = logging.getLogger(__name__)
 
 HOLD_S = 0.3
-"""A terminal reports a key that is held as one that is pressed again and again, at first after a while."""
+"""A terminal reports a held key as repeated presses, the first after a delay."""
 AXES = ("da", "ws", "rf", "lj", "ik", "ou")
 """Keys that move the first dimensions up and down."""
 GRIPPER = "g"
 HOLD = "h"
 CONTINUE = "c"
-"""Releases the emergency stop: never the key that made it, which a hurried person presses twice."""
+"""Releases the emergency stop: never the key that set it, which a hurried person presses twice."""
 SIGNALS = {"p": PAUSE, " ": STOP, "\n": READY, "\r": READY, "y": SUCCESS, "n": FAILURE}
 HELP = (
     "keys: d a  w s  r f  l j  i k  o u move, g gripper, h hold, p pause, space stop, c continue after a stop,"
@@ -45,22 +42,19 @@ _WATCH_S = 0.02
 
 
 class Device(Protocol):
-    """What a person holds in their hands."""
+    """An input device held by a person."""
 
     def read(self) -> NDArray[np.float32] | None:
-        """Return what the person does now, ``float32[A]``; None if nothing."""
+        """Return the person's current action, ``float32[A]``; None if idle."""
         ...
 
-    def close(self) -> None:
-        """Give it back."""
-        ...
+    def close(self) -> None: ...
 
 
 def wanted_action(device: Device, action_dim: int) -> NDArray[np.float32] | None:
-    """Return what the person does now, ``float32[A]``; None if nothing.
+    """Return the person's current action, ``float32[A]``; None if idle.
 
-    Raises:
-        UsageError: the device returned something else.
+    Raises UsageError if the device returned something else.
     """
     found = device.read()
     if found is None:
@@ -68,24 +62,19 @@ def wanted_action(device: Device, action_dim: int) -> NDArray[np.float32] | None
     action = np.asarray(found)
     if action.shape != (action_dim,) or action.dtype.kind not in "fiu" or not np.isfinite(action).all():
         raise UsageError(
-            f"the device {type(device).__name__} returned {action.dtype}{list(action.shape)}, or what is not finite",
-            f"return float32[{action_dim}], one number per dimension of an action, or None",
+            f"the device {type(device).__name__} returned {action.dtype}{list(action.shape)}, or non-finite values",
+            f"return float32[{action_dim}], one number per action dimension, or None",
             code="device-result",
         )
     return action.astype(np.float32)
 
 
 def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
-    """Return a device, opened.
+    """Return a device, opened: ``keyboard``, ``spacemouse``, or ``module:function`` called with A and the directory.
 
-    Args:
-        name: ``keyboard``, ``spacemouse``, or ``module:function`` called with A and the directory.
-        action_dim: A.
-        control_dir: directory of signals to the robot, ``env.real_time.control_dir``.
-
-    Raises:
-        MissingDependencyError: the package of the device is not installed.
-        UsageError: the device is not there, or the function returned none.
+    ``control_dir`` is the directory of signals to the robot, ``env.real_time.control_dir``. Raises
+    MissingDependencyError if the device's package is not installed, UsageError if the device is missing or the function
+    returned none.
     """
     if name in ("keyboard", "spacemouse"):
         make = Keyboard if name == "keyboard" else SpaceMouse
@@ -101,15 +90,14 @@ def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
 
 
 class Keyboard:
-    """The keys of the terminal, without waiting for any.
+    """Non-blocking keyboard input of the terminal.
 
-    A thread reads them: what they say has to reach a robot that the collector waits for.
+    Read by a thread, since keys must reach the robot while the collector waits for it.
 
     Args:
         action_dim: A. With 7 or more, the last one is a gripper, which a key opens (1) and closes (-1).
-        controls: get pause, stop, ready, success and failure.
-        keys: returns the keys that were pressed since last asked; None: those of the terminal.
-        now: returns the time in seconds.
+        controls: receives pause, stop, ready, success and failure.
+        keys: returns the keys pressed since the last call; None for the terminal's.
 
     Raises:
         UsageError: there is no terminal.
@@ -170,12 +158,12 @@ class Keyboard:
 
 
 class Terminal:
-    """The terminal of this process, without lines and echo."""
+    """The terminal of this process, without line buffering and echo."""
 
     def __init__(self) -> None:
         if not sys.stdin.isatty():
             raise UsageError(
-                "interventions by keyboard need a terminal, and the input of this process is none",
+                "interventions by keyboard need a terminal, but the input of this process is not one",
                 "start the command in a terminal, or choose another device",
                 code="keyboard-no-terminal",
             )
@@ -186,7 +174,7 @@ class Terminal:
         logger.warning(HELP)
 
     def pressed(self, wait_s: float) -> str | None:
-        """Return the keys that were pressed, after at most ``wait_s``; None: it is closed."""
+        """Return the keys pressed, waiting up to ``wait_s``; None if the terminal is closed."""
         if self._is_closed:
             return None
         ready, _, _ = select.select([self._file], [], [], wait_s)
@@ -194,24 +182,17 @@ class Terminal:
         return None if found == b"" else (found or b"").decode(errors="ignore")
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal settings."""
         self._is_closed = True
         termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
 
 
 class SpaceMouse:
-    """A space mouse, of pyspacemouse: three directions and three rotations, and the first button for a gripper.
+    """A space mouse via pyspacemouse: three directions, three rotations, and the first button for a gripper.
 
-    A thread looks at its buttons, as at keys: the second one has to stop a robot that the collector waits for.
-
-    Args:
-        action_dim: A, of which the first six are moved; with 7 or more, the last one is a gripper.
-        controls: the second button stops.
-        device: with a method ``read``; None: the first one that is connected.
-
-    Raises:
-        MissingDependencyError: pyspacemouse is not installed.
-        UsageError: no space mouse is connected.
+    A thread polls its buttons: the second one must stop the robot while the collector waits for it. The first six of
+    ``action_dim`` numbers are moved; with 7 or more, the last one is a gripper. ``device`` None is the first connected
+    one. Raises MissingDependencyError without pyspacemouse, UsageError without a space mouse.
     """
 
     def __init__(self, action_dim: int, controls: Controls, device: Any = None) -> None:
@@ -231,7 +212,7 @@ class SpaceMouse:
             self._look()
 
     def _look(self) -> Any:
-        """Return its state, after what its buttons ask for."""
+        """Read the device and act on its buttons."""
         with self._lock:
             state = self._device.read()
             buttons = [bool(button) for button in [*list(state.buttons)[:2], 0, 0][:2]]
@@ -264,11 +245,9 @@ class SpaceMouse:
 
 
 def open_space_mouse() -> Any:
-    """Return the first space mouse that is connected.
+    """Return the first connected space mouse.
 
-    Raises:
-        MissingDependencyError: pyspacemouse is not installed.
-        UsageError: there is none, or it may not be read.
+    Raises MissingDependencyError without pyspacemouse, UsageError if there is none or reading it is not permitted.
     """
     try:
         pyspacemouse = import_module("pyspacemouse")

@@ -1,5 +1,4 @@
-"""A robot's time around one environment: a clock, limits of commands, signals of people; and of a simulated robot old
-observations, lost pictures and noise.
+"""Robot time around one environment: clock, command limits, human signals, and simulated delay, loss and noise.
 
 Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -27,32 +26,30 @@ Seen = tuple[NDArray[np.uint8], NDArray[np.float32]]
 
 @runtime_checkable
 class Units(Protocol):
-    """An environment whose commands are not its actions."""
+    """An environment whose commands differ from its actions."""
 
     def to_command(self, action: NDArray[np.float32]) -> Command:
-        """Return what an action ``float32[A]`` asks of the robot, in its units."""
+        """Convert an action ``float32[A]`` to a command in the robot's units."""
         ...
 
     def to_action(self, command: Command) -> NDArray[np.float32]:
-        """Return the action that asks for a command."""
+        """Convert a command to an action."""
         ...
 
     def present(self) -> Command | None:
-        """Return the command that would leave the robot where it is, as measured; None if it does not tell."""
+        """Return the command that would keep the robot in place, as measured; None if not measured."""
         ...
 
     def forget(self) -> None:
-        """Measure where the robot is before the next command: a person may have moved it."""
+        """Measure the robot's position before the next command: a person may have moved it."""
         ...
 
 
 class RealTime:
-    """What stands between the one environment of a process and who acts.
+    """Mediates between the single environment of a process and the acting policy or person, by ``env.real_time``.
 
-    Args:
-        settings: section ``env.real_time``.
-        env: with commands of its own, or any other, whose commands are its actions; these begin at 0.
-        clock: None: the wall clock.
+    An ``env`` without commands of its own uses its actions as commands, beginning at 0. ``clock`` None is the wall
+    clock.
     """
 
     def __init__(self, settings: Fields, env: object, clock: Clock | None = None) -> None:
@@ -83,12 +80,12 @@ class RealTime:
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     def begin(self, seed: int) -> None:
-        """An episode is about to begin: wait for whom it has to wait for. The scene has been reset."""
+        """Prepare an episode after the scene has been reset: wait for whoever must be ready."""
         if self._waits:
             logger.warning("waiting for a person to reset the scene and make %s/%s", self.controls.directory, READY)
             self._wait_while(lambda: not self.controls.take(READY))
         self.hold()
-        for name in (SUCCESS, FAILURE):  # of the episode before
+        for name in (SUCCESS, FAILURE):  # from the previous episode
             self.controls.take(name)
         self._rng = np.random.default_rng([self._seed, max(seed, 0)])
         self._steps = 0
@@ -97,7 +94,7 @@ class RealTime:
         self.pacer.begin()
 
     def hold(self) -> None:
-        """Wait while an emergency stop holds: before the scene is reset, too, which may move a robot."""
+        """Wait while an emergency stop holds; also before a scene reset, which may move a robot."""
         if self.controls.holds(STOP):
             logger.warning("stopped until %s/%s is removed", self.controls.directory, STOP)
             self._wait_while(lambda: self.controls.holds(STOP))
@@ -107,7 +104,7 @@ class RealTime:
             self.pacer.clock.sleep(_LOOK_S * self.pacer.clock.speed)
 
     def admit(self, action: NDArray[np.float32]) -> NDArray[np.float32] | None:
-        """Return what is to be executed of ``action float32[A]``, now; None if the robot is to stop."""
+        """Return the action to execute now for ``action float32[A]``; None if the robot must stop."""
         if self.controls.holds(PAUSE):
             self._counts["pauses"] += 1
             self._wait_while(lambda: self.controls.holds(PAUSE) and not self.controls.holds(STOP))
@@ -118,7 +115,7 @@ class RealTime:
         allowed = None if self.controls.holds(STOP) else self._limited(action)
         if allowed is None:
             self._counts["stops"] += 1
-            logger.warning("stopped: no command is sent, and the episode ends")
+            logger.warning("emergency stop: no command is sent, and the episode ends")
             return None
         if self._action_noise:
             noise = self._rng.standard_normal(allowed.shape).astype(np.float32) * np.float32(self._action_noise)
@@ -141,20 +138,20 @@ class RealTime:
         return allowed.astype(np.float32) if units is None else units.to_action(allowed)
 
     def judged(self) -> tuple[bool, bool]:
-        """Return whether a person has called the episode a success or a failure."""
+        """Return whether a person has marked the episode as a success or a failure."""
         return self.controls.take(SUCCESS), self.controls.take(FAILURE)
 
     # -- observations -------------------------------------------------------------------------------------------------
 
     @property
     def sees_every_step(self) -> bool:
-        """Observations are older than the last action, so that all have to be taken."""
+        """Observations lag behind the last action, so that every step must be observed."""
         return self._lag > 0
 
     def observe(self, images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        """Take what is seen now, ``uint8[V,H,W,3]`` and ``float32[S]``, and replace it by what is delivered now.
+        """Replace the current ``uint8[V,H,W,3]`` and ``float32[S]`` in place by the observation delivered now.
 
-        An observation that was taken ``latency_s`` ago or, at the beginning, the first one.
+        The delivered observation was taken ``latency_s`` ago or, at the beginning, is the first one.
         """
         if not self._seen or self._seen[-1][0] != self._steps:
             self._seen.append((self._steps, self._taken(images, state)))
@@ -171,11 +168,11 @@ class RealTime:
         return pictures, (state + noise).astype(np.float32)
 
     def dropped(self) -> None:
-        """The robot gave no observation, and the last one is seen again."""
+        """Count a missing observation, in whose place the last one is delivered again."""
         self._counts["dropped_frames"] += 1
 
     def status(self) -> dict[str, float]:
-        """Return what has happened since last asked: the times of ``Pacer.status``, and counts."""
+        """Return statistics since the last call: the times of ``Pacer.status``, and counts."""
         found = self.pacer.status() | self._counts | {f"limited_{name}": n for name, n in self.limits.counts.items()}
         for name in self._counts:
             self._counts[name] = 0

@@ -1,7 +1,4 @@
-"""Limits of what is sent to a robot.
-
-Shapes: A action dimensions.
-"""
+"""Limits of commands sent to a robot. Shapes: A action dimensions."""
 
 from __future__ import annotations
 
@@ -21,15 +18,15 @@ _TOLERANCE = 1e-9
 
 @dataclass
 class CommandLimits:
-    """Keeps commands ``float64[A]`` within limits, and counts those that were not.
+    """Keeps commands ``float64[A]`` within limits, and counts violations.
 
     Attributes:
-        low, high: of each dimension, or one number for all; None for no limit.
-        max_step: of the change between two commands.
-        max_velocity: the same per second.
-        period_s: between two commands; one that comes late may not go further for it.
-        stops: send nothing in place of a command beyond the limits.
-        counts: commands that were beyond a limit, by ``KINDS``.
+        low, high: bounds per dimension, or one number for all; None for no limit.
+        max_step: largest change between two commands.
+        max_velocity: largest change per second.
+        period_s: time between two commands; a late command may not go further for it.
+        stops: send nothing instead of a clipped command.
+        counts: number of commands beyond a limit, by ``KINDS``.
     """
 
     low: Sequence[float] | None = None
@@ -41,11 +38,9 @@ class CommandLimits:
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def apply(self, command: Command, previous: Command | None) -> Command | None:
-        """Return what may be sent; None if nothing may.
+        """Return the command to send; None to send nothing.
 
-        Args:
-            command: that is wanted.
-            previous: the last one, or where the robot is; None if neither is known.
+        ``previous`` is the last command, or the robot's position; None if neither is known.
         """
         if not np.isfinite(command).all() or (previous is not None and not np.isfinite(previous).all()):
             self._count("not_finite", command, command)
@@ -53,7 +48,7 @@ class CommandLimits:
         low = -np.inf if self.low is None else np.asarray(self.low)
         high = np.inf if self.high is None else np.asarray(self.high)
         allowed = self._limited("position", command, low, high)
-        if previous is not None:  # last: a robot that is outside of its range goes back in steps
+        if previous is not None:  # last: a robot outside its range goes back in steps
             speed = None if self.max_velocity is None else np.multiply(self.max_velocity, self.period_s)
             for kind, most in (("step", self.max_step), ("velocity", speed)):
                 if most is not None:
@@ -70,7 +65,7 @@ class CommandLimits:
         self.counts[kind] += 1
         dimension = int(np.argmax(~np.isfinite(command) | (np.abs(allowed - command) > _TOLERANCE)))
         logger.warning(
-            "command beyond the limit of %s: dimension %d is %g, and may be %g",
+            "command beyond the limit of %s: dimension %d is %g, allowed: %g",
             kind,
             dimension,
             command[dimension],

@@ -1,1 +1,1 @@
-"""Robots: wall-clock time, limits of commands, and lerobot's Robot class."""
+"""Robots: wall-clock time, command limits, and lerobot's Robot class."""

@@ -1,7 +1,7 @@
 """A robot with lerobot's interface as an environment: connect, get_observation, send_action, disconnect.
 
-Source: github.com/huggingface/lerobot 0.6.1, src/lerobot/robots/robot.py. Nothing else of it is used, so that any
-object with these methods will do.
+Source: github.com/huggingface/lerobot 0.6.1, src/lerobot/robots/robot.py. Nothing else of lerobot is used: any object
+with these methods will do.
 
 Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -34,7 +34,7 @@ RobotObservation = Mapping[str, Any]
 
 
 class Robot(Protocol):
-    """What is used of lerobot's ``Robot``."""
+    """The part of lerobot's ``Robot`` used here."""
 
     @property
     def observation_features(self) -> Mapping[str, Any]: ...
@@ -49,24 +49,24 @@ class Robot(Protocol):
 
 
 class RobotSimulator(Simulator):
-    """One robot. Actions -1 to 1 are mapped to its own units.
+    """One robot. Actions in -1 to 1 are mapped to the robot's units.
 
     Args:
-        robot: not yet connected.
-        action_low, action_high: of each number of ``action_features``, in the robot's units: what -1 and 1 stand for.
+        robot: robot, not yet connected.
+        action_low, action_high: values of -1 and 1 for each of ``action_features``, in the robot's units.
         relative: an action changes the last command by up to half of that range times ``max_change``.
         max_change: see ``relative``.
-        cameras: with the names that they have in ``observation_features``.
-        state_keys: numbers of an observation that are the state; empty: all.
-        instruction: for the policy, in words.
-        reset: called with the robot and the seed before an episode; None: nothing is done.
-        success: of an observation; None: only a person says so.
+        cameras: cameras, named as in ``observation_features``.
+        state_keys: numbers of an observation that form the state; empty: all.
+        instruction: language instruction for the policy.
+        reset: called with the robot and the seed before an episode; None for no action.
+        success: maps an observation to success; None if only a person decides.
 
     Raises:
         EnvError: the robot has other actions, cameras or numbers, or is not calibrated.
     """
 
-    is_seeded = True  # no seed puts a robot anywhere, and a comparison of two resets would move it
+    is_seeded = True  # no seed can position a robot, and comparing two resets would move it
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class RobotSimulator(Simulator):
 
     def present(self) -> Command | None:
         """Return the measured positions in the order of the command, ``float64[A]``; None if not all are measured."""
-        self.observe()  # a person may have moved it since the last time
+        self.observe()  # a person may have moved the robot since
         seen = self._observation
         if any(key not in seen for key in self._keys):
             return None
@@ -134,10 +134,10 @@ class RobotSimulator(Simulator):
         self._command = None
 
     def _from(self) -> Command:
-        """Return what a relative action is added to: the last command, or where the robot is."""
+        """Return the base of a relative action: the last command, or the robot's position."""
         if self._command is None:
             present = self.present()
-            assert present is not None, "checked at the beginning: relative actions need measured positions"
+            assert present is not None, "checked at the start: relative actions need measured positions"
             self._command = present
         return self._command
 
@@ -149,7 +149,7 @@ class RobotSimulator(Simulator):
         return np.clip(wanted, self._middle - self._half, self._middle + self._half)
 
     def to_action(self, command: Command) -> NDArray[np.float32]:
-        """Return the action ``float32[A]`` of which the command is that."""
+        """Return the action ``float32[A]`` for a command."""
         base, scale = (self._from(), self._change) if self._relative else (self._middle, self._half)
         return ((command - base) / scale).astype(np.float32)
 
@@ -158,15 +158,14 @@ class RobotSimulator(Simulator):
         self.robot.send_action(dict(zip(self._keys, command.tolist(), strict=True)))
         self._command = command
         if self.real_time is not None:
-            self.real_time.pacer.wait()  # what is seen is what the command has led to by now
+            self.real_time.pacer.wait()  # the observation already shows the effect of the command
         self.observe()
         return SimStep(0.0, self._success is not None and bool(self._success(self._observation)))
 
     def observe(self) -> None:
-        """Ask the robot what it sees; where it does not answer in time, that is what it saw last.
+        """Query the robot's observation; if it does not answer in time, return its last one.
 
-        Raises:
-            EnvError: it did not answer several times in a row, or never has.
+        Raises EnvError if it failed to answer several times in a row, or has never answered.
         """
         try:
             self._seen = self.robot.get_observation()
@@ -177,7 +176,7 @@ class RobotSimulator(Simulator):
             if self._seen is None or self._dropped > borne:
                 raise EnvError(
                     f"{type(self.robot).__name__} gave no observation {self._dropped} times in a row: {error}",
-                    "check its cables and cameras; env.real_time.max_dropped_frames is what is borne",
+                    "check its cables and cameras; env.real_time.max_dropped_frames sets how many are tolerated",
                     code="robot-no-observation",
                 ) from error
             if self.real_time is not None:
@@ -205,20 +204,9 @@ class RobotSimulator(Simulator):
 class RobotVectorEnv(SimulatorVectorEnv):
     """One robot as a batch of one.
 
-    Args:
-        num_envs: 1.
-        tasks: one name, under which results are reported.
-        robot: name of a robot of lerobot, or ``module:function`` that returns one.
-        robot_settings: of its configuration, or arguments of that function.
-        robot_module: imported before, as a package that registers a robot with lerobot wants it.
-        action_low, action_high, relative_actions, max_change, state_keys, instruction, cameras: see
-            ``RobotSimulator``; an empty ``state_keys`` is all numbers.
-        reset_fn, success_fn: ``module:function``; see ``RobotSimulator``.
-        include_images: False: no camera is needed, and pictures are black.
-        max_episode_steps: see ``EpisodeRules``.
-        include_state: add the state to the observation.
-        max_chunk: largest number of actions in a chunk.
-        rules: the other fields of ``EpisodeRules``.
+    The arguments are the settings of ``RobotConfig`` with the fields of ``EpisodeRules``; see also ``RobotSimulator``.
+    There is one task name, under which results are reported. ``include_images`` False: no camera is needed, and images
+    are black. An empty ``state_keys`` is all numbers.
     """
 
     def __init__(
@@ -289,15 +277,10 @@ class RobotVectorEnv(SimulatorVectorEnv):
 
 
 def make_robot(name: str, settings: Mapping[str, object]) -> Robot:
-    """Return a robot that is not yet connected.
+    """Return a robot that is not yet connected, by lerobot name or ``module:function`` that returns one.
 
-    Args:
-        name: of a robot of lerobot, or ``module:function`` that returns one.
-        settings: of its configuration, or arguments of that function.
-
-    Raises:
-        MissingDependencyError: lerobot is not installed.
-        EnvError: it has no such robot, or no such settings.
+    ``settings`` are of its lerobot configuration, or arguments of that function. Raises MissingDependencyError without
+    lerobot, EnvError if there is no such robot, or for invalid settings.
     """
     if ":" in name:
         return import_object(name)(**settings)
@@ -305,7 +288,8 @@ def make_robot(name: str, settings: Mapping[str, object]) -> Robot:
         robots, utils, draccus = map(import_module, ("lerobot.robots", "lerobot.robots.utils", "draccus"))
     except ImportError as error:
         raise MissingDependencyError(
-            f"lerobot can't be imported: {error}", "set env.python to an interpreter that has it (pip install lerobot)"
+            f"lerobot can't be imported: {error}",
+            "set env.python to an interpreter with lerobot installed (pip install lerobot)",
         ) from error
     for package in (robots, import_module("lerobot.cameras")):
         _import_parts(package)
@@ -322,9 +306,9 @@ def make_robot(name: str, settings: Mapping[str, object]) -> Robot:
 
 
 def _import_parts(package: ModuleType) -> None:
-    """Import the modules of a package: lerobot knows a robot or a camera when its module has been imported."""
+    """Import the modules of a package: lerobot knows a robot or camera only once its module is imported."""
     for part in pkgutil.iter_modules(package.__path__):
-        with contextlib.suppress(ImportError):  # of another robot, whose driver is not installed
+        with contextlib.suppress(ImportError):  # another robot's module, whose driver is not installed
             import_module(f"{package.__name__}.{part.name}")
 
 
@@ -333,7 +317,7 @@ def _check_lengths(keys: Sequence[str], low: Sequence[float], high: Sequence[flo
         raise EnvError(
             f"the robot takes {len(keys)} numbers per action ({', '.join(keys)}), env.action_low and env.action_high"
             f" have {len(low)} and {len(high)}",
-            "give one number for each, in this order, and set model.action_dim",
+            "set one number for each, in this order, and set model.action_dim",
             code="robot-actions",
         )
 
@@ -342,6 +326,6 @@ def _check_names(setting: str, wanted: Sequence[str], offered: Sequence[str]) ->
     if missing := [name for name in wanted if name not in offered]:
         raise EnvError(
             f"{setting} needs {', '.join(missing)}, which the robot does not observe",
-            f"it observes {', '.join(offered) or 'nothing of the kind'}",
+            f"it observes {', '.join(offered) or 'none of that kind'}",
             code="robot-observation",
         )

@@ -7,46 +7,50 @@ from typing import Any
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import EnvConfig, PositiveFloat
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SimulatorSpec
 
 EXPERT = "expert"
-"""Who may correct a policy, beside a person at a device and another policy."""
+"""Possible sources of corrections besides a person at a device and another policy."""
 
 
 class RobotConfig(EnvConfig):
     """A robot with the interface of lerobot's ``Robot`` class."""
 
     robot: str | None = Field(
-        default=None, description="name of a robot of lerobot, e.g. so101_follower, or a module:function returning one"
+        default=None, description="name of a lerobot robot, e.g. so101_follower, or a module:function returning one"
     )
     robot_settings: dict[str, Any] = Field(
-        default={}, description="of the robot's configuration class (port, id, cameras), or arguments of that function"
+        default={},
+        description="settings of the robot's configuration class (port, id, cameras), or arguments of that function",
     )
     robot_module: str | None = Field(
-        default=None, description="a module that is imported before, which registers the robot with lerobot"
+        default=None, description="module to import first, which registers the robot with lerobot"
     )
     action_low: tuple[float, ...] = Field(
-        default=(), description="what -1 stands for, in the robot's units, of each number of its action_features"
+        default=(), description="value of -1 in the robot's units, for each of its action_features"
     )
     action_high: tuple[float, ...] = Field(default=(), description="the same of 1")
     relative_actions: bool = Field(
         default=False, description="actions change the last command by up to max_change instead of being commands"
     )
     max_change: PositiveFloat = Field(
-        default=0.1, le=2, description="of a relative action of 1: fraction of half the range from action_low to high"
+        default=0.1,
+        le=2,
+        description="change by a relative action of 1, as a fraction of half the range from action_low to action_high",
     )
     state_keys: tuple[str, ...] = Field(
-        default=(), description="numbers of observation_features that are the state; empty: all"
+        default=(), description="numbers of observation_features that form the state; empty: all"
     )
-    instruction: str | None = Field(default=None, description="language instruction of the policy")
+    instruction: str | None = Field(default=None, description="language instruction for the policy")
     reset_fn: str | None = Field(
         default=None, description="module:function, called with the robot and the seed before each episode"
     )
     success_fn: str | None = Field(
         default=None,
-        description="module:function, from an observation to whether the task is solved; null: a person says so, by a"
+        description="module:function, maps an observation to whether the task is solved; null: a person decides, by a"
         " file in env.real_time.control_dir",
     )
 
@@ -56,14 +60,14 @@ RULES = RuleSet()
 
 @RULES.rule("env.env_type", "env.robot", "env.instruction", "env.reset_fn", "env.success_fn")
 def robot_is_named(context: Context) -> Iterator[Finding]:
-    """There is a robot, a task for it in words, and functions are module:function."""
+    """Robot and instruction are given, and functions are module:function."""
     env = context.env(RobotConfig)
     if not env.robot:
         hint = "set env.robot, e.g. env.robot=so101_follower"
-        yield Finding("env.robot", "is missing: which robot?", hint, "a robot of lerobot, or module:function")
+        yield Finding("env.robot", "is missing: which robot?", hint, "a lerobot robot, or module:function")
     if not env.instruction:
         hint = 'set it, e.g. env.instruction="put the cube into the box"'
-        yield Finding("env.instruction", "is missing: a robot knows no language instruction", hint, "a sentence")
+        yield Finding("env.instruction", "is missing: a robot provides no language instruction", hint, "a sentence")
     hint = "write my_module:my_function"
     for name in ("reset_fn", "success_fn"):
         value = getattr(env, name)
@@ -78,8 +82,8 @@ def ranges_are_those_of_the_actions(context: Context) -> Iterator[Finding]:
     wanted = context.config.model.action_dim
     for name in ("action_low", "action_high"):
         if len(getattr(env, name)) != wanted:
-            message = f"has {len(getattr(env, name))} numbers, and model.action_dim is {wanted}"
-            hint = "give one number for each of the robot's action_features, and their count as model.action_dim"
+            message = f"has {len(getattr(env, name))} numbers, but model.action_dim is {wanted}"
+            hint = "set one number for each of the robot's action_features, and their count as model.action_dim"
             yield Finding(f"env.{name}", message, hint, f"{wanted} numbers", others=("model.action_dim",))
             return
     wrong = [i for i, (low, high) in enumerate(zip(env.action_low, env.action_high, strict=True)) if low >= high]
@@ -90,12 +94,12 @@ def ranges_are_those_of_the_actions(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("env.real_time", "env.success_fn")
 def robot_has_a_clock_of_its_own(context: Context) -> Iterator[Finding]:
-    """A robot has a rate of control, and nothing of what a simulated one has; somebody says when a task is solved."""
+    """A robot has a control rate and no simulated delays, and a function or person judges success."""
     env = context.env(RobotConfig)
     real_time = context.config.env.real_time
     if real_time.control_hz is None:
         yield Finding(
-            "env.real_time.control_hz", "is missing: how many commands a second?", "set it, e.g. to 10", "above 0"
+            "env.real_time.control_hz", "is missing: the number of commands per second", "set it, e.g. to 10", "above 0"
         )
     for name in ("latency_s", "dropped_frames", "state_noise", "action_noise"):
         if getattr(real_time, name):
@@ -103,7 +107,7 @@ def robot_has_a_clock_of_its_own(context: Context) -> Iterator[Finding]:
     if real_time.speed != 1:
         yield Finding("env.real_time.speed", "a robot's clock is the wall clock", "leave it out", "1")
     if env.success_fn is None and real_time.control_dir is None:
-        message = "neither a function nor a person could say that a task is solved"
+        message = "neither a function nor a person could report success"
         hint = "set it, or env.real_time.control_dir for a person to make DIR/success"
         yield Finding("env.success_fn", message, hint, "module:function", others=("env.real_time.control_dir",))
 
@@ -117,9 +121,9 @@ SPEC = SimulatorSpec(
     reads=("cameras", "include_images", "success_bonus"),
     reward_modes=("sparse",),
     camera_poses=False,
-    actions="numbers of action_features, mapped from -1 to 1; or changes of them",
-    camera_list="pictures of observation_features, brought to the camera's size",
+    actions="numbers of action_features or changes of them, mapped from -1 to 1",
+    camera_list="images of observation_features, resized to the camera's size",
     expert_tasks=(),
     demonstrations="`embodrl store collect store.intervention=keyboard`",
-    verified="no real robot: stubs, and lerobot's mock_robot",
+    verified="no real robot: only stubs, and lerobot's mock_robot",
 )

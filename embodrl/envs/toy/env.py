@@ -1,6 +1,6 @@
-"""A dot that has to be moved to a coloured goal: a language-conditioned environment without a simulator.
+"""A dot to be moved to a coloured goal: a language-conditioned environment without a simulator.
 
-Deterministic, quick, and complete (auto-reset, truncation, several tasks, state transfer): for tests and first steps.
+Deterministic, fast and complete (auto-reset, truncation, several tasks, state transfer): for tests and first steps.
 """
 
 from __future__ import annotations
@@ -22,17 +22,9 @@ _GOAL_SPEED = 0.02
 class ToyVectorEnv(SteppingEnv):
     """B boards [-1, 1]^2 with a white dot, a red and a green square; the task names the square to go to.
 
-    Args:
-        num_envs: B.
-        tasks: any of ``reach-red`` and ``reach-green``.
-        image_size: pixels, square.
-        max_episode_steps: steps after which an episode is truncated.
-        max_chunk: largest number of actions in a chunk.
-        action_dim: at least 2; the first two move the dot by up to 0.15 a step, the others do nothing.
-        include_state: put the dot's position into the observation.
-        full_state: and the place of the square to go to.
-        auto_reset: start the next episode at the end of the chunk in which one has ended.
-        ignore_terminations: only the step limit ends an episode.
+    The first two of ``action_dim`` numbers move the dot by up to 0.15 per step, the others do nothing. ``image_size``
+    is in pixels, square. ``include_state`` adds the dot's position to the observation, ``full_state`` that of the goal
+    square. Other arguments are fields of ``EpisodeRules``.
     """
 
     def __init__(
@@ -70,11 +62,11 @@ class ToyVectorEnv(SteppingEnv):
             random = np.random.default_rng(seed)
             self.position[row] = random.uniform(-0.9, 0.9, 2)
             self.goals[row] = random.uniform(-0.8, 0.8, (2, 2))
-            if self.axis == "objects":  # beyond where it begins else
+            if self.axis == "objects":  # outside its usual initial range
                 self.position[row, 0] = np.copysign(1.0, self.position[row, 0])
 
     def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
-        """The dense reward is the distance to the goal, negative."""
+        """The dense reward is the negative distance to the goal."""
         if self.axis == "goal":
             for row in np.flatnonzero(running).tolist():
                 way = generator("goal", int(self.episode_seed[row])).uniform(-1, 1, 2)
@@ -108,7 +100,6 @@ class ToyVectorEnv(SteppingEnv):
             state[rows] = np.concatenate([part[rows] for part in known], axis=1)
 
     def _background(self, seeds: list[int]) -> NDArray[np.uint8]:
-        """Return empty boards, ``uint8[N,H,W,3]``."""
         side = self.spec.cameras[0].height
         boards = np.zeros((len(seeds), side, side, 3), np.uint8)
         if self.axis == "texture":
@@ -150,7 +141,7 @@ class ToyVectorEnv(SteppingEnv):
         self.goals[row] = state["goals"]
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """The straight way to the goal."""
+        """Move straight to the goal."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
         actions[:, :2] = np.clip((self._goal() - self.position) / _SPEED, -1, 1)
         return actions

@@ -1,4 +1,4 @@
-"""The toy environment: facts. It needs no simulator."""
+"""The toy environment: facts. Needs no simulator."""
 
 from __future__ import annotations
 

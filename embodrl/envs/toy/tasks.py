@@ -1,4 +1,4 @@
-"""What the toy's tasks are called in words, and how they are perturbed. Imports nothing heavy."""
+"""Language instructions and perturbations of the toy's tasks. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ INSTRUCTIONS = {
     "reach-green": "move the white dot to the green square",
 }
 AXES = {
-    "light": Axis("vision", "the picture at 30 to 70 % of its brightness"),
+    "light": Axis("vision", "the image at 30 to 70 % of its brightness"),
     "texture": Axis("vision", "a chequered board of a random colour"),
     **COMMON,
-    "colours": Axis("semantics", "red, green and blue exchanged on the squares and in the instruction"),
+    "colours": Axis("semantics", "red, green and blue swapped on the squares and in the instruction"),
     "distractors": Axis("semantics", "three small squares of other colours"),
     "objects": Axis("execution", "the dot begins at the left or right edge"),
-    "goal": Axis("execution", "both squares move, by up to 0.02 of the board's half width in a step"),
+    "goal": Axis("execution", "both squares move, by up to 0.02 of the board's half width per step"),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -12,46 +12,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from embodrl.config.schema import Config
-from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import HeldState
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.hybrid_engines.training.policy_engine import Leaves, Outputs
 from embodrl.hybrid_engines.training.sharding import (
     TP,
     fsdp_modules,
     held,
     like,
     num_copies,
-    part_of,
     shard_policy,
     whole,
 )
-from embodrl.hybrid_engines.training.shares import SharedTrainEngine
+from embodrl.hybrid_engines.training.shares import SharedState, SharedTrainEngine
 from embodrl.hybrid_engines.training.tensor_parallel import cut_layers
 from embodrl.models.base import VLAPolicy
-from embodrl.types import EvalOutput, SamplingParams
 
 
-class FsdpState(HeldState["FsdpTrainEngine"]):
+class FsdpState(SharedState):
     """State whose tensors are cut over processes."""
 
-    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        moment = super().moment(parameter, key)
-        return moment if key == "step" else like(moment, parameter)
+    def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
+        # AdamW works element by element, so plain tensors of the parts do, whatever they are cut along.
+        trained = (*self.policy_parameters, *self.value_parameters)
+        return {p: nn.Parameter(held(p).detach()) for p in trained}
 
-    def whole(self) -> EngineState:
-        """Return weights, optimizer state and counters in one piece: a collective call. What is whole is not copied."""
-        shards = self.shards()
-        tensors = {section: {n: whole(t) for n, t in parts.items()} for section, parts in shards.items()}
-        return EngineState(tensors, self.counters())
+    def reference_weights(self) -> dict[str, Tensor]:
+        if self.reference is None:
+            return {}
+        names = {id(p): name for name, p in self.policy.named_parameters()}
+        pairs = zip(self.policy_parameters, self.reference, strict=True)
+        return {names[id(p)]: like(kept, p) for p, kept in pairs}
 
-    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
-        return part_of(whole, like)
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        # The optimizers clear those of the leaves only; these would add up over the steps.
+        for parameter in self.leaves:
+            parameter.grad = None
 
-    def _assign(self, target: Tensor, whole: Tensor) -> None:
-        held(target).copy_(part_of(whole, target))
 
-
-class FsdpTrainEngine(SharedTrainEngine):
+class FsdpTrainEngine(SharedTrainEngine[FsdpState]):
     """AdamW on the parts of the weights that this process holds.
 
     Args:
@@ -61,8 +60,6 @@ class FsdpTrainEngine(SharedTrainEngine):
         mesh: mesh of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
     """
 
-    make_state = FsdpState
-
     def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
         self.tensor_group = mesh.get_group(TP)
         # Cut before FSDP shards the policy: FSDP cuts what tensor parallelism has left.
@@ -70,36 +67,16 @@ class FsdpTrainEngine(SharedTrainEngine):
         self.module = shard_policy(policy, mesh, options.config.fsdp)
         self.partial = [p for name, p in policy.named_parameters() if name in partial]
         self.policy_trains = True
-        super().__init__(policy, options, mesh)
+        super().__init__(FsdpState(policy, options, policy.device), options, mesh)
 
-    def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
-        # AdamW works element by element, so plain tensors of the parts do, whatever they are cut along.
-        trained = (*self.policy_parameters, *self.value_parameters)
-        return {p: nn.Parameter(held(p).detach()) for p in trained}
-
-    def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
-        def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
-            output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
-            return output.logprobs, output.entropy, output.values
-
+    def run(self, compute: Callable[[VLAPolicy], Outputs]) -> Outputs:
         # Through the module, whose hooks gather the weights.
-        logprobs, entropy, values = self.module(compute)
+        outputs = self.module(compute)
         if not torch.is_grad_enabled():
             # Without a backward pass nothing else frees what was gathered, and it would be used again.
             for part in fsdp_modules(self.module):
                 part.reshard()
-        return EvalOutput(logprobs, entropy, values)
-
-    def sft_loss(self, inputs: dict[str, Tensor], label_smoothing_bins: float) -> tuple[Tensor, dict[str, Tensor]]:
-        names: list[str] = []
-
-        def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
-            loss, scalars = policy.sft_loss(inputs, label_smoothing_bins)
-            names.extend(scalars)
-            return loss, *scalars.values()
-
-        loss, *scalars = self.module(compute)
-        return loss, dict(zip(names, scalars, strict=True))
+        return outputs
 
     def _let_policy_train(self, train_policy: bool) -> None:
         self.policy_trains = train_policy
@@ -111,37 +88,26 @@ class FsdpTrainEngine(SharedTrainEngine):
         # Without a reduction every process adds up whole gradients: less communication, and more memory.
         root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
 
-    def _clip_gradients(self) -> float:
+    def _collect_policy(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
+        chosen = self.state.leaves.keys() if parameters is None else parameters
         # While only the critic trains: without gradients AdamW changes neither weights nor moments.
-        if not self.policy_trains:
-            for parameter in self.policy_parameters:
-                parameter.grad = None
+        held_still = set[nn.Parameter]() if self.policy_trains else set(self.state.policy_parameters)
         # Of these, each process of the tensor group has a part of the gradient, see ``cut_layers``.
-        for parameter in self.partial:
-            if parameter.grad is not None:
-                dist.all_reduce(held(parameter.grad), group=self.tensor_group)
-        for parameter, leaf in self.leaves.items():
+        partial = set(self.partial)
+        leaves: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in chosen:
+            leaf = leaves[parameter] = self.state.leaves.get(parameter, parameter)
+            if leaf is parameter:
+                continue  # of a module beside the policy
+            gradient = None if parameter in held_still else parameter.grad
+            if gradient is not None and parameter in partial:
+                dist.all_reduce(held(gradient), group=self.tensor_group)
             # The leaf may be a float32 copy of a weight in half precision.
-            leaf.grad = None if parameter.grad is None else held(parameter.grad).to(leaf.dtype)
-        return self._clip_leaves()
+            leaf.grad = None if gradient is None else held(gradient).to(leaf.dtype)
+        return leaves
 
     def _num_copies(self, parameter: nn.Parameter) -> int:
         return num_copies(parameter, dist.get_world_size())
-
-    def clear_gradients(self) -> None:
-        super().clear_gradients()
-        # AdamW clears those of the leaves only; these would add up over the steps.
-        for parameter in self.leaves:
-            parameter.grad = None
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def reference_weights(self) -> dict[str, Tensor]:
-        if self.reference is None:
-            return {}
-        names = {id(p): name for name, p in self.policy.named_parameters()}
-        pairs = zip(self.policy_parameters, self.reference, strict=True)
-        return {names[id(p)]: like(kept, p) for p, kept in pairs}
 
     def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors of the policy, gathered one by one: a collective call."""

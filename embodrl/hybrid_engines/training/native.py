@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from embodrl.algorithms.losses import LossOutput
-from embodrl.config.schema import AlgorithmConfig
-from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.algorithms.losses import LossOutput, is_largest
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.copies import frozen_copy
-from embodrl.hybrid_engines.training.objective import is_largest
+from embodrl.hybrid_engines.training.engine_state import HeldState
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.parallel import add_gradients, on_threads
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine, RowsT
+from embodrl.hybrid_engines.training.policy_engine import Leaves, PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import report_work
+from embodrl.types import EvalOutput
 
+Differentiated = tuple[LossOutput, tuple[Tensor | None, ...]]
+"""Loss of a micro-batch, and the gradients of what trains."""
 # A chunk that waits for inference holds up simulators; a micro-batch that waits delays nothing.
 NICENESS_BESIDE_ROLLOUTS = 10
+
+
+class NativeState(HeldState):
+    """State in one process; the reference is a policy that shares what does not train."""
+
+    def __init__(
+        self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str, shares_weights: bool
+    ) -> None:
+        super().__init__(policy, options, device, shares_weights)
+        self.reference = frozen_copy(policy, self.policy_parameters) if options.keep_reference else None
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        if self.reference is None:
+            return {}
+        trained = {id(p) for p in self.policy_parameters}
+        names = [name for name, p in self.policy.named_parameters() if id(p) in trained]
+        frozen = dict(self.reference.named_parameters())
+        return {name: frozen[name].data for name in names}
 
 
 class NativeTrainEngine(PolicyTrainEngine):
@@ -36,6 +58,8 @@ class NativeTrainEngine(PolicyTrainEngine):
         shares_weights: the rollout uses the same tensors; False for a process that only trains.
     """
 
+    state: NativeState
+
     def __init__(
         self,
         policy: VLAPolicy,
@@ -44,53 +68,52 @@ class NativeTrainEngine(PolicyTrainEngine):
         num_threads: int = 1,
         shares_weights: bool = True,
     ) -> None:
-        super().__init__(policy.to(device), options, device)
-        self.shares_weights = shares_weights
+        super().__init__(NativeState(policy.to(device), options, device, shares_weights), options)
         self.num_threads = num_threads if self.device.type == "cpu" else 1
         self.niceness = NICENESS_BESIDE_ROLLOUTS if options.may_be_stale and self.device.type == "cpu" else 0
-        self.reference = frozen_copy(self.policy, self.policy_parameters) if options.keep_reference else None
 
-    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        if self.reference is None:
+    @contextmanager
+    def reference_policy(self) -> Iterator[Callable[..., EvalOutput]]:
+        if self.state.reference is None:
             raise EmbodrlError(
                 "the engine keeps no reference policy", "make it with keep_reference=True", code="reference-missing"
             )
-        return self.on_policy.logprobs(self.reference.evaluate_actions, batch, algorithm)
-
-    def reference_weights(self) -> dict[str, Tensor]:
-        if self.reference is None:
-            return {}
-        trained = {id(p) for p in self.policy_parameters}
-        names = [name for name, p in self.policy.named_parameters() if id(p) in trained]
-        frozen = dict(self.reference.named_parameters())
-        return {name: frozen[name].data for name in names}
+        yield self.state.reference.evaluate_actions
 
     def forward_backward(
-        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
+        self,
+        minibatch: RowsT,
+        loss_fn: Callable[[RowsT], LossOutput],
+        parameters: Sequence[nn.Parameter] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        def compute(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            micro = minibatch[rows].to(self.device, non_blocking=True)
+        # While only the critic trains, the policy needs no gradients.
+        trained = [p for p in self._named_or_all(parameters) if p.requires_grad]
+
+        def differentiate(rows: Tensor) -> Differentiated:
             with autocast(self.precision, self.device):
-                output = loss_fn(micro)
+                output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
             report_work()
-            return output.loss, output.metrics
+            # Not ``backward``: threads would add to the same gradients, in the order in which they end.
+            gradients = torch.autograd.grad(output.loss, trained, allow_unused=True)
+            return LossOutput(output.loss.detach(), output.metrics), gradients
 
         chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
-        # While only the critic trains, the policy needs no gradients.
-        trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
-        total, outputs = add_gradients(
-            [lambda rows=rows: compute(rows) for rows in chosen],
-            {p: self.leaves[p] for p in trained},
-            self.num_threads,
-            self.niceness,
-        )
+        if self.num_threads <= 1 and not self.niceness:
+            results = list(map(differentiate, chosen))
+        else:
+            tasks = [partial(differentiate, rows) for rows in chosen]
+            results = on_threads(tasks, self.num_threads, self.niceness)
+        add_gradients([gradients for _, gradients in results], [self.state.leaves.get(p, p) for p in trained])
         metrics: dict[str, Tensor] = {}
-        for output in outputs:
-            for name, value in output.items():
+        for output, _ in results:
+            for name, value in output.metrics.items():
                 known = metrics.get(name)
                 both = torch.maximum if is_largest(name) else torch.add
                 metrics[name] = value if known is None else both(known, value)
-        return total, metrics
+        return torch.stack([output.loss for output, _ in results]).sum(), metrics
+
+    def _named_or_all(self, parameters: Sequence[nn.Parameter] | None) -> Sequence[nn.Parameter]:
+        return (*self.state.policy_parameters, *self.state.value_parameters) if parameters is None else parameters
 
     def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
         parts = chosen.split(self.config.micro_batch_size)
@@ -98,9 +121,17 @@ class NativeTrainEngine(PolicyTrainEngine):
         for rows, logprobs in zip(parts, outputs, strict=True):
             result[rows] = logprobs
 
-    def _clip_gradients(self) -> float:
-        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
+    def _collect(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
+        if parameters is not None:
+            return {p: self.state.leaves.get(p, p) for p in parameters}
+        # In the order of the optimizer, in which their norms are summed.
+        owner = {leaf: p for p, leaf in self.state.leaves.items()}
+        stepped = [leaf for group in self.state.optimizer.param_groups for leaf in group["params"]]
+        return {owner[leaf]: leaf for leaf in stepped}
+
+    def _clip(self, leaves: Leaves) -> float:
+        trained = [leaf for leaf in leaves.values() if leaf.grad is not None]
+        norm = nn.utils.get_total_norm([leaf.grad for leaf in trained if leaf.grad is not None])
         if torch.isfinite(norm):  # else the gradients stay as they are, and what is not finite can be named
             nn.utils.clip_grads_with_norm_(trained, self.config.optim.clip_grad, norm)
         return float(norm)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -42,35 +40,15 @@ def _be_nice(niceness: int) -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + niceness))
 
 
-def add_gradients(
-    losses: Sequence[Callable[[], tuple[Tensor, T]]],
-    leaves: Mapping[nn.Parameter, nn.Parameter],
-    num_threads: int,
-    niceness: int = 0,
-) -> tuple[Tensor, list[T]]:
-    """Add the gradients of several losses to those of leaves, in the precision of these.
+def add_gradients(gradients: Sequence[Sequence[Tensor | None]], leaves: Sequence[nn.Parameter]) -> None:
+    """Add gradients of several losses, in their order, to those of leaves, in the precision of these.
 
     Args:
-        losses: each computes a scalar loss and something to return; they must not share a graph.
-        leaves: parameters with ``requires_grad`` -> what gets their gradients.
-        num_threads: cores to use.
-        niceness: see ``on_threads``.
-
-    Returns:
-        the sum of the losses (scalar, detached), and what else they returned.
+        gradients: for each loss one per leaf; None where the loss does not depend on it.
+        leaves: what gets them.
     """
-
-    def differentiate(compute: Callable[[], tuple[Tensor, T]]) -> tuple[Tensor, T, tuple[Tensor | None, ...]]:
-        loss, extra = compute()
-        # Not ``backward``: threads would add to the same gradients, in the order in which they end.
-        return loss.detach(), extra, torch.autograd.grad(loss, list(leaves), allow_unused=True)
-
-    if num_threads <= 1 and not niceness:
-        results = list(map(differentiate, losses))
-    else:
-        results = on_threads([partial(differentiate, compute) for compute in losses], num_threads, niceness)
-    for _, _, gradients in results:
-        for leaf, gradient in zip(leaves.values(), gradients, strict=True):
+    for found in gradients:
+        for leaf, gradient in zip(leaves, found, strict=True):
             if gradient is None:
                 continue
             if leaf.grad is None:
@@ -78,5 +56,3 @@ def add_gradients(
                 leaf.grad = gradient.to(leaf.dtype, copy=True)
             else:
                 leaf.grad += gradient
-    total = torch.stack([loss for loss, _, _ in results]).sum()
-    return total, [extra for _, extra, _ in results]

@@ -5,270 +5,208 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.losses import LossOutput
-from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config
+from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
-from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import NonFiniteError
-from embodrl.hybrid_engines.base import OptimizerStep, TrainEngine
-from embodrl.hybrid_engines.offload import Offload, optimizer_tensors, take_peak_bytes
-from embodrl.hybrid_engines.training.adamw import fused_adamw
+from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, OptimizerStep, TrainEngine
+from embodrl.hybrid_engines.offload import take_peak_bytes
 from embodrl.hybrid_engines.training.engine_state import HeldState
-from embodrl.hybrid_engines.training.objective import (
-    make_imitation_loss,
-    make_weighted_loss,
-)
-from embodrl.hybrid_engines.training.on_policy import OnPolicyUpdate
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.precision import Precision, not_finite, resolve_precision
 from embodrl.hybrid_engines.training.schedule import LearningRates
 from embodrl.hybrid_engines.training.sharding import held
+from embodrl.hybrid_engines.training.side_modules import SideModules
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.models.base import VLAPolicy
+from embodrl.names import import_object
 from embodrl.processes.liveness import report_work
 from embodrl.types import EvalOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 MAX_NONFINITE_IN_ROW = 5
-VALUE_GROUP = "value_head"
 RowsT = TypeVar("RowsT", bound=Batch)
 """A minibatch: a flat ``TrajectoryBatch``, or the frames of supervised fine-tuning."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What a run asks of its train engine.
-
-    Attributes:
-        config: precision, optimizer, and batch sizes over all processes but ``micro_batch_size``, which is that of one.
-        total_iterations: length of the run, for the learning-rate schedule.
-        keep_reference: keep the weights that train as they are now; a process keeps its part.
-        may_be_stale: rollouts may come from older policies; every update then reports how old they are.
-    """
-
-    config: ActorConfig
-    total_iterations: int
-    keep_reference: bool = False
-    may_be_stale: bool = False
-
-    @classmethod
-    def of(cls, config: Config) -> EngineOptions:
-        """Return the options of a run."""
-        kept = config.algorithm.kl.coef > 0
-        stale = config.runner.max_staleness > 0
-        return cls(config.actor, config.runner.max_iterations, kept, stale)
+Outputs = tuple[Tensor | None, ...]
+Leaves = Mapping[nn.Parameter, nn.Parameter]
+"""Parameter -> what an optimizer changes of it, which has its gradient."""
 
 
 class PolicyTrainEngine(TrainEngine):
-    """AdamW on the weights of a policy.
+    """Gradients and optimizer steps on the weights of a policy. It knows no algorithm: updates drive it.
 
     Args:
-        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and already sharded if it is
-            to be.
+        state: what training changes.
         options: what the run asks for.
-        device: device on which the policy trains.
-
-    Attributes:
-        memory: what ``offload`` takes off the device.
-        shares_weights: what acts uses the weights themselves, so that they stay on the device.
-        is_shared: other processes of the default group have the rest of the state.
-        draw_demos: returns inputs of ``sft_loss``; every step of ``update`` that trains the policy then imitates some,
-            too, with the weight ``algorithm.bc_coef``.
-        make_state: class of the state, as this backend holds it.
-        on_policy: updates by rollouts.
     """
 
-    shares_weights = False
-    is_shared = False
-    draw_demos: Callable[[], Batch] | None = None
-    make_state: Callable[[Any], HeldState[Any]] = HeldState
-
-    def __init__(self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str) -> None:
-        self.device = torch.device(device)
-        self.policy = policy
+    def __init__(self, state: HeldState, options: EngineOptions) -> None:
+        self.state = state
+        self.policy = state.policy
+        self.device = state.device
+        self.memory = state.memory
         self.options = options
         self.config = options.config
         self.precision: Precision = resolve_precision(self.config.precision, self.device)
-        self.version = self.nonfinite_in_row = 0
-        groups = policy.trainable_groups()
-        self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
-        self.value_parameters = list(groups.get(VALUE_GROUP, []))
-        self.leaves = self._make_leaves()
-        self.masters = self._make_masters()
-        # Before the optimizer is built, which must change the float32 copies.
-        self.leaves |= self.masters
-        self.optimizer = self._build_optimizer()
-        self.memory = Offload(self.offloadable)
-        self.state = self.make_state(self)
-        self.on_policy = OnPolicyUpdate(self)
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+    def attach(self, update: str, config: Config, on_step: Callable[[int, int], None] | None = None) -> Any:
+        return import_object(update)(self, config, on_step)
 
     # -- what a backend defines ---------------------------------------------------------------------------------------
 
-    def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return, for every parameter that trains, what the optimizer changes: the same memory."""
-        return {p: p for p in (*self.policy_parameters, *self.value_parameters)}
-
-    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return float32 copies of what trains in half precision: the optimizer changes these.
-
-        Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.1: an update below 2^-9 of a
-        bf16 weight rounds to none. The weights are rounded from their copies after every step.
-        """
-        if self.config.optim.master_weights is False:
-            return {}
-        halves = [p for p in self.leaves if p.dtype.itemsize < torch.float32.itemsize]
-        return {p: nn.Parameter(held(p).detach().float()) for p in halves}
-
-    @torch.no_grad()
-    def _round_masters(self) -> None:
-        for parameter, master in self.masters.items():
-            held(parameter).copy_(master)
-
-    def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
-        """Return what ``VLAPolicy.evaluate_actions`` does."""
-        return self.policy.evaluate_actions(forward_inputs, sampling, **wanted)
+    def run(self, compute: Callable[[VLAPolicy], Outputs]) -> Outputs:
+        """Return what a computation with the policy returns; its weights are at hand."""
+        return compute(self.policy)
 
     @abstractmethod
     def forward_backward(
-        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
+        self,
+        minibatch: RowsT,
+        loss_fn: Callable[[RowsT], LossOutput],
+        parameters: Sequence[nn.Parameter] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the gradients of a minibatch, micro-batch by micro-batch.
 
         Args:
             minibatch: flat; its rows are chunks.
             loss_fn: loss of a micro-batch; those of a minibatch must add up to its loss.
+            parameters: what gets gradients; None: all of the policy that trains. The step that follows must name the
+                same.
 
         Returns:
             the loss and metrics, summed over the micro-batches; of metrics named ``..._max`` the largest.
         """
 
     @abstractmethod
-    def _clip_gradients(self) -> float:
+    def _collect(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
+        """Return parameters whose gradients are summed over all processes, and what the optimizer changes of them."""
+
+    @abstractmethod
+    def _clip(self, leaves: Leaves) -> float:
         """Scale the gradients of the leaves to ``optim.clip_grad``; return their L2 norm before."""
 
     @abstractmethod
     def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
         """Write ``compute(rows)`` to ``result[rows]`` for the rows ``chosen``, a micro-batch at a time."""
 
-    # -- the update ---------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def reference_policy(self) -> AbstractContextManager[Callable[..., EvalOutput]]:
+        """Return a context that gives ``evaluate`` of the policy that the run began with.
 
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        optim = self.config.optim
-        param_groups: list[dict[str, object]] = []
-        for role, parameters in (("policy", self.policy_parameters), ("value", self.value_parameters)):
-            # Biases, norms and layer scales are vectors; decaying them only shrinks activations.
-            for decay, chosen in (
-                (optim.weight_decay, [self.leaves[p] for p in parameters if p.ndim > 1]),
-                (0.0, [self.leaves[p] for p in parameters if p.ndim <= 1]),
-            ):
-                if chosen:
-                    param_groups.append({"params": chosen, "weight_decay": decay, "role": role})
-        return fused_adamw(param_groups, optim.betas, optim.eps)
+        Raises:
+            EmbodrlError: no reference is kept.
+        """
 
-    def update(
+    # -- forward passes -----------------------------------------------------------------------------------------------
+
+    def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
+        """Return what ``VLAPolicy.evaluate_actions`` does."""
+
+        def compute(policy: VLAPolicy) -> Outputs:
+            output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
+            return output.logprobs, output.entropy, output.values, output.errors
+
+        logprobs, entropy, values, errors = self.run(compute)
+        return EvalOutput(cast(Tensor, logprobs), entropy, values, errors)
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def add_modules(
         self,
-        batch: TrajectoryBatch,
-        advantages: Advantages,
-        algorithm: AlgorithmConfig,
-        generator: torch.Generator,
-    ) -> dict[str, float]:
-        return self.on_policy.update(batch, advantages, algorithm, generator)
+        section: str,
+        modules: Mapping[str, nn.Module | nn.Parameter],
+        policy_parts: Mapping[str, list[nn.Parameter]],
+    ) -> SideModules:
+        """Let modules train beside the policy, with an optimizer of their own.
 
-    def proximal(
-        self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.on_policy.proximal(batch, algorithm, every_chunk)
-
-    def sft_loss(self, inputs: dict[str, Tensor], label_smoothing_bins: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what ``VLAPolicy.sft_loss`` does."""
-        return self.policy.sft_loss(inputs, label_smoothing_bins)
-
-    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
-        metrics = self.imitation_step(batch, learning_rate, label_smoothing_bins)
-        self.complete_update()
-        return metrics | {"lr": learning_rate}
-
-    def imitation_step(
-        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
-    ) -> dict[str, float]:
-        self.onload()
-        self.set_learning_rates(LearningRates(policy=learning_rate, value=0.0), train_policy=True)
-        if num_actions is None:
-            loss, scalars = self.imitation_gradients(batch, label_smoothing_bins)
-        else:
-            loss_fn = make_weighted_loss(self.sft_loss, num_actions, label_smoothing_bins)
-            loss, scalars = self.forward_backward(batch, loss_fn)
-            scalars = {"loss": loss, **scalars}
-        step = self.optimizer_step(loss)
-        return {name: float(value) for name, value in scalars.items()} | {"grad_norm": step.grad_norm}
-
-    def imitation_gradients(
-        self, batch: Batch, label_smoothing_bins: float = 0.0, weight: float = 1.0
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add the gradients of ``weight`` times the imitation loss; return that loss and, without weight, scalars."""
-        total = batch["action_mask"].sum().to(self.device)
-        loss_fn = make_imitation_loss(self.sft_loss, total, label_smoothing_bins, weight)
-        loss, scalars = self.forward_backward(batch, loss_fn)
-        return loss, {"loss": loss / weight, **scalars}
+        Args:
+            section: of the engine's state.
+            modules: the same in all processes; on the device.
+            policy_parts: parameters of the policy that train with them, by the name of the part.
+        """
+        return self.state.add_modules(section, modules, policy_parts)
 
     def set_learning_rates(self, rates: LearningRates, train_policy: bool) -> None:
-        for group in self.optimizer.param_groups:
+        """Set the rates of the policy's optimizer; without ``train_policy`` only the value head trains."""
+        for group in self.state.optimizer.param_groups:
             group["lr"] = rates.policy if group["role"] == "policy" else rates.value
         # Without gradients AdamW passes the policy over: neither its weights nor its moments move.
         self._let_policy_train(train_policy)
 
     def _let_policy_train(self, train_policy: bool) -> None:
         """Give the policy gradients, or leave it without."""
-        for parameter in self.policy_parameters:
+        for parameter in self.state.policy_parameters:
             parameter.requires_grad_(train_policy)
 
-    def optimizer_step(self, loss: Tensor) -> OptimizerStep:
+    def optimizer_step(self, loss: Tensor, parameters: Sequence[nn.Parameter] | None = None) -> OptimizerStep:
         """Clip the gradients, update the weights unless something is not finite, and clear the gradients.
 
         Args:
             loss: scalar; not finite means no update.
+            parameters: those of ``forward_backward``.
 
         Raises:
             NonFiniteError: the last steps were all not finite.
         """
-        grad_norm = self._clip_gradients()
+        step = self._step(self.state.optimizer, parameters, loss, self.state)
+        if step.applied:
+            self.state.adam.round_weights()
+        return step
+
+    def modules_step(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> OptimizerStep:
+        """As ``optimizer_step``, with the optimizer of the modules beside the policy."""
+        side = self.state.side
+        assert side is not None, "modules were added"
+        return self._step(side.optimizer, parameters, loss, side)
+
+    def _step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter] | None,
+        loss: Tensor,
+        owner: HeldState | SideModules,
+    ) -> OptimizerStep:
+        """Step unless something is not finite; ``owner`` counts how often in a row that was so."""
+        leaves = self._collect(parameters)
+        grad_norm = self._clip(leaves)
         where = ""
         applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
         if applied:
-            self.optimizer.step()
-            self._round_masters()
-            self.nonfinite_in_row = 0
+            optimizer.step()
+            owner.nonfinite_in_row = 0
         else:
-            self.nonfinite_in_row += 1
-            leaves = {name: self.leaves.get(parameter) for name, parameter in self.state.trained().items()}
-            where = not_finite((name, leaf.grad) for name, leaf in leaves.items() if leaf is not None)
+            owner.nonfinite_in_row += 1
+            where = not_finite((name, leaf.grad) for name, leaf in _named(self.state, leaves))
             where = f"the gradients of {where}" if where else "the loss alone"
             logger.warning("loss %s, gradient norm %s: no update; not finite: %s", float(loss), grad_norm, where)
-        self.clear_gradients()
+        self.state.clear_gradients()
         report_work()
-        if self.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
+        if owner.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
-                f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row, the last time"
+                f"the loss or its gradient was not finite {owner.nonfinite_in_row} times in a row, the last time"
                 f" {where}; the weights are as they were before",
                 "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and look for NaN in the "
                 "observations and rewards",
             )
         return OptimizerStep(applied, grad_norm)
 
-    def clear_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
     def complete_update(self) -> None:
-        self.version += 1
+        self.state.version += 1
         # Before a rollout or a checkpoint gets them.
-        where = not_finite((name, held(parameter)) for name, parameter in self.state.trained().items())
+        where = not_finite((name, held(parameter)) for name, parameter in self.state.adam.trained.items())
         if where:
             raise NonFiniteError(
                 f"update {self.version} made weights NaN or infinite: {where}",
@@ -276,32 +214,41 @@ class PolicyTrainEngine(TrainEngine):
                 code="weights-not-finite",
             )
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
-    def offloadable(self) -> Iterator[Tensor]:
-        """Yield what only training needs: moments, gradients, the reference and, unless it is what acts, weights."""
-        yield from optimizer_tensors(self.optimizer)
-        yield from self._kept_of_reference()
-        yield from self.masters.values()
-        if not self.shares_weights:
-            yield from self.policy.parameters()
-            yield from self.policy.buffers()
-            yield from self.leaves.values()
-
-    def _kept_of_reference(self) -> Iterable[Tensor]:
-        """Return the memory of ``reference_weights``."""
-        return self.reference_weights().values()
+    # -- memory and weights -------------------------------------------------------------------------------------------
 
     def take_peak_memory(self) -> int | None:
         return take_peak_bytes(self.device)
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Those of the wanted names, or all."""
         self.onload()
         yield from (named for named in self.policy.state_dict().items() if wanted is None or named[0] in wanted)
 
-    @abstractmethod
-    def reference_weights(self) -> dict[str, Tensor]:
-        """Return the weights of the reference that are not the policy's own; {} without a reference."""
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> EngineState:
+        return self.state.whole()
+
+    def load_state_dict(self, saved: EngineState) -> None:
+        self.state.load(saved)
+
+    def counters(self) -> Counters:
+        return self.state.counters()
+
+    def save_shards(self, directory: Path) -> FileFacts:
+        from embodrl.hybrid_engines.training.sharded_checkpoint import save_state  # imports torch's compiler
+
+        return save_state(self.state, directory)
+
+    def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
+        from embodrl.hybrid_engines.training.sharded_checkpoint import load_state
+
+        load_state(self.state, directory, counters)
+
+    def shapes(self) -> StateShapes:
+        return self.state.shapes()
+
+
+def _named(state: HeldState, leaves: Leaves) -> Iterator[tuple[str, nn.Parameter]]:
+    named = state.adam.trained | ({} if state.side is None else state.side.trained())
+    yield from ((name, leaves[parameter]) for name, parameter in named.items() if parameter in leaves)

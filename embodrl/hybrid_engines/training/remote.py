@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from embodrl.algorithms.advantages import Advantages
-from embodrl.config.schema import AlgorithmConfig, Config
-from embodrl.data.batch import Batch
+from embodrl.config.schema import Config
 from embodrl.data.rng import generator_state, restore_generator
-from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.process_groups import Call, cause_of
-from embodrl.hybrid_engines.training.engine_state import (
-    FLOAT32_BYTES,
-    StateShapes,
-    buckets,
-    check_fit,
-    num_bytes_of,
-)
-from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP
+from embodrl.hybrid_engines.training.state_shapes import StateShapes, buckets, check_fit, num_bytes_of
 from embodrl.models.base import VLAPolicy
 
 BUCKET_BYTES = 256 << 20
@@ -63,74 +54,56 @@ class TrainerGroup(Protocol):
 class RemoteTrainEngine(TrainEngine):
     """Trains in a group of processes; the driver has a policy of its own.
 
+    The driver's policy gets the trained weights when they are needed (``fetch``).
+
     Args:
-        config: the run.
         policy: policy of the driver, on its device.
         group: group of the training processes, started.
-        sends_weights: the processes send their weights to the rollout processes themselves, and the driver's policy
-            gets them when they are needed (``fetch``) instead of with every update.
         memory: the weights of the driver's policy, where they may be offloaded between rollouts.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: VLAPolicy,
-        group: TrainerGroup,
-        sends_weights: bool = False,
-        memory: Offload | None = None,
-    ) -> None:
+    def __init__(self, policy: VLAPolicy, group: TrainerGroup, memory: Offload | None = None) -> None:
         self.policy = policy
         self.group = group
-        self._sends_weights = sends_weights
         self.memory = memory
         self._behind = False  # the driver's policy is older than the trained one
-        self.version = 0
+        self._shapes: StateShapes | None = None
         self._counters: Counters = {"version": 0, "nonfinite_in_row": 0}
-        groups = policy.trainable_groups()
-        trained = {id(p): name for name, group in groups.items() for p in group}
-        parameters = dict(policy.named_parameters())
-        self._trained = {name: p for name, p in parameters.items() if id(p) in trained}
-        kept = config.algorithm.kl.coef > 0
-        reference = {name: p for name, p in self._trained.items() if kept and trained[id(p)] != VALUE_GROUP}
-        copies = config.actor.optim.master_weights is not False  # megatron's on a CPU has none: this is a bound
-        masters = [name for name, p in self._trained.items() if copies and p.dtype.itemsize < FLOAT32_BYTES]
-        self._shapes = StateShapes.of(policy, self._trained, reference, masters)
+        trained = {id(p) for group in policy.trainable_groups().values() for p in group}
+        self._trained = {name: p for name, p in policy.named_parameters() if id(p) in trained}
 
-    def update(
-        self, batch: TrajectoryBatch, advantages: Advantages, algorithm: AlgorithmConfig, generator: torch.Generator
-    ) -> dict[str, float]:
-        columns = {"advantages": advantages.advantages, "returns": advantages.returns, "valid": advantages.valid}
-        results = self._call("update", batch, columns, algorithm.model_dump_json(), generator_state(generator))
-        # All processes answer the same.
-        metrics, shuffled, counters = results[0]
-        # They shuffled with a copy of this generator, which continues where theirs has come to.
-        restore_generator(generator, shuffled)
-        self._behind = True
-        if not self._sends_weights:
-            self.fetch()
+    @property
+    def version(self) -> int:
+        return self._counters["version"]
+
+    def attach(self, update: str, config: Config, on_step: Callable[[int, int], None] | None = None) -> Any:
+        return RemoteUpdate(self, self._call("attach", update, config)[0])
+
+    def call_update(self, number: int, method: str, args: Sequence[object]) -> Any:
+        """Call a method of an update in every process; return the answer of rank 0.
+
+        Args:
+            number: of the update, in the order in which they were attached.
+            method: its name.
+            args: of the method. Random generators continue here where they have come to there: every process has a
+                copy. Iterators arrive as lists.
+        """
+        generators = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Generator)}
+        sent = [None if isinstance(arg, torch.Generator) else arg for arg in args]
+        plain = [list(arg) if isinstance(arg, Iterator) else arg for arg in sent]
+        states = {place: generator_state(generator) for place, generator in generators.items()}
+        answer, states, counters = self._call("call_update", number, method, plain, states)[0]
+        for place, state in states.items():
+            restore_generator(generators[place], state)
+        self._take_counters(counters)
+        return answer
+
+    def _take_counters(self, counters: Counters) -> None:
+        self._behind = self._behind or counters["version"] != self.version
         self._counters = counters
-        self.version = counters["version"]
-        return metrics
-
-    def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
-        metrics, counters = self._call("imitate", batch, learning_rate, label_smoothing_bins)[0]
-        self._behind = True
-        self._counters = counters
-        self.version = counters["version"]
-        return metrics
-
-    def imitation_step(
-        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
-    ) -> dict[str, float]:
-        self._behind = True
-        return self._call("imitation_step", batch, learning_rate, label_smoothing_bins, num_actions)[0]
 
     def complete_update(self) -> None:
-        self._counters = self._call("complete_update")[0]
-        self.version = self._counters["version"]
-        if not self._sends_weights:
-            self.fetch()
+        self._take_counters(self._call("complete_update")[0])
 
     @torch.no_grad()
     def fetch(self) -> None:
@@ -141,14 +114,6 @@ class RemoteTrainEngine(TrainEngine):
         for name, tensor in self._stream("policy", names):
             self._trained[name].copy_(tensor)
         self._behind = False
-
-    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        return self._call("reference_logprobs", batch, algorithm.model_dump_json())[0]
-
-    def proximal(
-        self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._call("proximal", batch, algorithm.model_dump_json(), every_chunk)[0]
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         self.fetch()
@@ -163,7 +128,7 @@ class RemoteTrainEngine(TrainEngine):
 
     def load_state_dict(self, saved: EngineState) -> None:
         # Refused before any process has changed.
-        check_fit(saved.tensors, self._shapes, saved.state)
+        check_fit(saved.tensors, self.shapes(), saved.state)
         self.onload()
         mine = self.policy.state_dict()
         self._call("start_load")
@@ -176,7 +141,6 @@ class RemoteTrainEngine(TrainEngine):
         self._behind = False
         self._counters = dict(saved.state)
         self._call("set_counters", self._counters)
-        self.version = int(saved.state["version"])
 
     def counters(self) -> Counters:
         return dict(self._counters)
@@ -194,16 +158,18 @@ class RemoteTrainEngine(TrainEngine):
         """See ``TrainEngine``. Only weights are read here."""
         from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole  # see sharding
 
-        check_fit(read_index(directory), self._shapes, counters)
+        check_fit(read_index(directory), self.shapes(), counters)
         self.onload()
         self._call("load_shards", str(directory.absolute()), dict(counters))
         read_whole(directory, "policy", self.policy.state_dict())
         self._behind = False
         self._counters = dict(counters)
-        self.version = int(counters["version"])
 
-    def state_num_bytes(self) -> int:
-        return self._shapes.num_bytes
+    def shapes(self) -> StateShapes:
+        """See ``TrainEngine``; asked once, after all updates are attached."""
+        if self._shapes is None:
+            self._shapes = cast(StateShapes, self._call("shapes")[0])
+        return self._shapes
 
     def offload(self) -> OffloadReport | None:
         """Weights leave as well, since what acts has its own. Bytes are those of all processes."""
@@ -239,3 +205,24 @@ class RemoteTrainEngine(TrainEngine):
             cause = error if call is None else cause_of(call, error)
             self.group.kill()
             raise cause from (None if cause is error else error)
+
+
+class RemoteUpdate:
+    """Stands for an update in every training process: its methods are called there.
+
+    Args:
+        engine: of the processes.
+        number: of the update.
+    """
+
+    def __init__(self, engine: RemoteTrainEngine, number: int) -> None:
+        self._engine = engine
+        self._number = number
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return partial(self._call, method)
+
+    def _call(self, method: str, *args: object) -> Any:
+        return self._engine.call_update(self._number, method, args)

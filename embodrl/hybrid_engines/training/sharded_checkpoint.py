@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import FileFacts
-from embodrl.hybrid_engines.training.engine_state import StateShapes, buckets, check_fit, num_bytes_of
 from embodrl.hybrid_engines.training.sharding import held
+from embodrl.hybrid_engines.training.state_shapes import StateShapes, buckets, check_fit, num_bytes_of
 
 SECTIONS = ("policy", "optimizer", "reference")
 _RESTORE = "resume from an older checkpoint, or restore the file"

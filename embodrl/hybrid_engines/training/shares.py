@@ -8,50 +8,81 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from embodrl.algorithms.losses import LossOutput
-from embodrl.config.schema import AlgorithmConfig
-from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.algorithms.losses import LossOutput, is_largest
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.training.objective import is_largest
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine, RowsT
+from embodrl.hybrid_engines.training.engine_state import HeldState
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.hybrid_engines.training.policy_engine import Leaves, PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.hybrid_engines.training.sharding import DP, held
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import report_work
+from embodrl.types import EvalOutput
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-class SharedTrainEngine(PolicyTrainEngine):
-    """AdamW on what this process holds of the weights, by gradients of its share of the rows.
-
-    Args:
-        policy: already sharded, on the device.
-        options: what the run asks for.
-        mesh: with the dimension DP: the processes of different shares.
-    """
+class SharedState(HeldState):
+    """State of which this process holds a part, with the reference's part of the weights."""
 
     is_shared = True
 
-    def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.group = mesh.get_group(DP)
-        self.num_shares = mesh[DP].size()
-        self.share = mesh.get_local_rank(DP)
-        super().__init__(policy, options, policy.device)
-        kept = self.policy_parameters if options.keep_reference else None
+    def __init__(self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str) -> None:
+        super().__init__(policy, options, device)
         # Copies: the optimizer changes the weights in place.
+        kept = self.policy_parameters if options.keep_reference else None
         self.reference = None if kept is None else [held(p).detach().clone() for p in kept]
 
     def _kept_of_reference(self) -> list[Tensor]:
         return self.reference or []
+
+    @torch.no_grad()
+    def swap_reference(self) -> None:
+        """Put the weights of the reference in the place of the policy's, or these back.
+
+        Raises:
+            EmbodrlError: no reference is kept.
+        """
+        if self.reference is None:
+            raise EmbodrlError(
+                "the engine keeps no reference policy", "make it with keep_reference=True", code="reference-missing"
+            )
+        for parameter, other in zip(self.policy_parameters, self.reference, strict=True):
+            mine = held(parameter)
+            kept = mine.clone()
+            # In place: the optimizer and FSDP hold these very tensors.
+            mine.copy_(other)
+            other.copy_(kept)
+
+
+StateT = TypeVar("StateT", bound=SharedState)
+
+
+class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
+    """AdamW on what this process holds of the weights, by gradients of its share of the rows.
+
+    Args:
+        state: of the policy, already sharded, on the device.
+        options: what the run asks for.
+        mesh: with the dimension DP: the processes of different shares.
+    """
+
+    state: StateT
+
+    def __init__(self, state: StateT, options: EngineOptions, mesh: DeviceMesh) -> None:
+        super().__init__(state, options)
+        self.mesh = mesh
+        self.group = mesh.get_group(DP)
+        self.num_shares = mesh[DP].size()
+        self.share = mesh.get_local_rank(DP)
 
     def _before_backward(self, last: bool) -> None:
         """Prepare for the gradients of a micro-batch, of a minibatch's last one if ``last``."""
@@ -68,7 +99,10 @@ class SharedTrainEngine(PolicyTrainEngine):
         return mine + [(torch.zeros(1, dtype=torch.int64), False)] * (len(shares[0]) - len(mine))
 
     def forward_backward(
-        self, minibatch: RowsT, loss_fn: Callable[[RowsT], LossOutput]
+        self,
+        minibatch: RowsT,
+        loss_fn: Callable[[RowsT], LossOutput],
+        parameters: Sequence[nn.Parameter] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
@@ -107,10 +141,21 @@ class SharedTrainEngine(PolicyTrainEngine):
         """Return how many processes hold the same part of a parameter."""
         raise NotImplementedError
 
-    def _clip_leaves(self) -> float:
-        """Scale the gradients of the leaves to ``optim.clip_grad``; return their L2 norm over all processes before."""
+    def _collect(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
+        side = self.state.side
+        if side is not None and parameters is not None:
+            for parameter in side.own_parameters(parameters):
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=self.group)
+        return self._collect_policy(parameters)
+
+    def _collect_policy(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
+        """Return what of ``parameters`` is the policy's, its gradients being collected, and the others as they are."""
+        raise NotImplementedError
+
+    def _clip(self, leaves: Leaves) -> float:
         square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parameter, leaf in self.leaves.items():
+        for parameter, leaf in leaves.items():
             if leaf.grad is not None:
                 total = leaf.grad.detach().float().square().sum(dtype=torch.float64)
                 # A part that several processes hold must count once in the sum over all of them.
@@ -119,7 +164,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         norm = math.sqrt(float(square)) if torch.isfinite(square) else float(square)
         factor = self.config.optim.clip_grad / (norm + CLIP_EPS)
         if math.isfinite(norm) and factor < 1.0:  # else what is not finite can still be named
-            for leaf in self.leaves.values():
+            for leaf in leaves.values():
                 if leaf.grad is not None:
                     leaf.grad.mul_(factor)
         return norm
@@ -136,29 +181,11 @@ class SharedTrainEngine(PolicyTrainEngine):
         dist.all_reduce(found, group=self.group)
         result[chosen] = found.to(result.device)
 
-    def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
-        with self._weights_of_reference():
-            return self.on_policy.logprobs(self.evaluate, batch, algorithm)
-
     @contextlib.contextmanager
-    def _weights_of_reference(self) -> Iterator[None]:
-        """Put the weights of the reference in the place of the policy's."""
-        if self.reference is None:
-            raise EmbodrlError(
-                "the engine keeps no reference policy", "make it with keep_reference=True", code="reference-missing"
-            )
+    def reference_policy(self) -> Iterator[Callable[..., EvalOutput]]:
         self.onload()
-        self._swap(self.reference)
+        self.state.swap_reference()
         try:
-            yield
+            yield self.evaluate
         finally:
-            self._swap(self.reference)
-
-    @torch.no_grad()
-    def _swap(self, others: list[Tensor]) -> None:
-        for parameter, other in zip(self.policy_parameters, others, strict=True):
-            mine = held(parameter)
-            kept = mine.clone()
-            # In place: the optimizer and FSDP hold these very tensors.
-            mine.copy_(other)
-            other.copy_(kept)
+            self.state.swap_reference()

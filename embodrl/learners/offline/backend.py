@@ -52,7 +52,7 @@ class NoCollector:
     def undo(self) -> None:
         """There is nothing to undo."""
 
-    def quiet(self) -> AbstractContextManager[None]:
+    def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reset_history(self) -> None:

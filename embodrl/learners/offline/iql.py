@@ -17,7 +17,8 @@ from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig, OptimConfig
 from embodrl.data.offline import OfflineData
 from embodrl.errors import CheckpointError, NonFiniteError
 from embodrl.hybrid_engines.training.adamw import fused_adamw
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, HINT
+from embodrl.hybrid_engines.training.side_modules import ADAM_STATE, HINT
+from embodrl.learners.offline.settings import offline_settings
 from embodrl.models.common.observation_net import ObservationNet, ObservationSpec
 from embodrl.models.common.q_head import QEnsemble
 
@@ -101,7 +102,7 @@ class IqlCritics:
             target = led.returns[frames].to(self.device) + bootstrap
         values = self.v(seen, nothing)[0]
         q = self.q(seen, actions)
-        value_loss = expectile_loss(target_q - values, algorithm.offline.expectile).mean()
+        value_loss = expectile_loss(target_q - values, offline_settings(algorithm).expectile).mean()
         q_loss = critic_loss(q, target).mean()
         loss = value_loss + q_loss
         loss.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from embodrl.data.offline import OfflineData
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.learners.base import LearnerState
+from embodrl.learners.imitation_update import UPDATE, ImitationUpdate
 from embodrl.learners.offline.iql import IqlCritics
-from embodrl.learners.records import RecordLearner
+from embodrl.learners.offline.settings import offline_settings
+from embodrl.learners.records import ReplayUpdater
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.condition import Condition, conditioned
 from embodrl.storage.checkpoint import Checkpoint
@@ -24,7 +27,7 @@ SECTION = "critics"
 """Of the tensors of a checkpoint."""
 
 
-class OfflineLearner(RecordLearner):
+class OfflineUpdater(ReplayUpdater):
     """Imitates the executed actions of a dataset, each chunk with a weight.
 
     The critics are small and train in this process; the engine, wherever it trains, gets their weights.
@@ -35,34 +38,43 @@ class OfflineLearner(RecordLearner):
         engine: holds the weights that train.
         data: recorded frames.
         critics: critics of IQL, whose advantages are the weights; None: every chunk weighs the same.
+        on_step: called with how many optimizer steps of an update are done, and how many there are.
     """
 
     def __init__(
-        self, config: Config, policy: VLAPolicy, engine: TrainEngine, data: OfflineData, critics: IqlCritics | None
+        self,
+        config: Config,
+        policy: VLAPolicy,
+        engine: TrainEngine,
+        data: OfflineData,
+        critics: IqlCritics | None,
+        on_step: Callable[[int, int], None] | None = None,
     ) -> None:
+        super().__init__(on_step)
         self.config = config
         self.policy = policy
         self.engine = engine
         self.data = data
         self.critics = critics
+        self.update: ImitationUpdate = engine.attach(UPDATE, config)
 
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
         config = self.config
         engine = self.engine
-        settings = config.algorithm.offline
+        settings = offline_settings(config.algorithm)
         rates = learning_rates(config.actor.optim, engine.version, config.runner.max_iterations, 0)
         totals: dict[str, float] = defaultdict(float)
-        for _ in engine.steps(settings.updates):
+        for _ in self.steps(settings.updates):
             for name, value in self._step(rates, generator).items():
                 totals[name] += value
-        engine.complete_update()
+        self.update.complete()
         result: dict[str, float | None] = {f"train/{name}": x / settings.updates for name, x in totals.items()}
         counts = {"train/num_updates": float(settings.updates), "train/lr": rates.policy}
         return result | counts | ({} if self.critics is None else {"train/value_lr": rates.value})
 
     def _step(self, rates: LearningRates, generator: torch.Generator) -> dict[str, float]:
         data = self.data
-        settings = self.config.algorithm.offline
+        settings = offline_settings(self.config.algorithm)
         clip_grad = self.config.actor.optim.clip_grad
         frames = data.draw(self.config.actor.global_batch_size, generator)
         weights = torch.ones(len(frames))
@@ -95,8 +107,8 @@ class OfflineLearner(RecordLearner):
         batch = Batch(
             {name: tensor.cpu() for name, tensor in inputs.items()} | {"action_mask": inside * weights[:, None]}
         )
-        smoothing = self.config.algorithm.offline.label_smoothing_bins
-        metrics = self.engine.imitation_step(batch, learning_rate, smoothing, float(inside.sum()))
+        smoothing = offline_settings(self.config.algorithm).label_smoothing_bins
+        metrics = self.update.step(batch, learning_rate, smoothing, float(inside.sum()))
         return {"policy_loss": metrics.pop("loss")} | metrics
 
     # -- state --------------------------------------------------------------------------------------------------------

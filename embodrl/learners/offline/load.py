@@ -21,6 +21,7 @@ from embodrl.data.imitation import load_checked_demos, observed
 from embodrl.data.labels import read_indicator
 from embodrl.data.offline import ChunkOutcomes, OfflineData
 from embodrl.errors import EmbodrlError
+from embodrl.learners.offline.settings import offline_settings
 from embodrl.learners.replay import check_rewards, no_rewards, rewarded, with_data
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_model import network_inputs
@@ -60,7 +61,7 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     chunk = policy.num_action_chunks
     executed = replace(observed(demos, config), actions=demos.outcomes.executed)
     if conditions:
-        positive = read_indicator(directory, config.algorithm.offline.tag, demos)
+        positive = read_indicator(directory, offline_settings(config.algorithm).tag, demos)
         return OfflineData(executed, chunk, {}, positive=positive), None
     led = chunk_outcomes(demos, demos.outcomes, chunk, config.algorithm)
     if not bool(led.known.any()):

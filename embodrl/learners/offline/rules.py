@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind, value_of
+from embodrl.config.rules.base import Context, path_kind, value_of
 from embodrl.config.schema import OffPolicyConfig
+from embodrl.learners.offline.settings import offline_settings
+from embodrl.rule_set import Finding, RuleSet
 
 RULES = RuleSet()
 DATA = "algorithm.off_policy.demos"
@@ -43,6 +45,15 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.component_placement", message, hint, others=others)
 
 
+@RULES.rule("algorithm.loss_type", "reward.model")
+def labels_need_no_rewards(context: Context) -> Iterator[Finding]:
+    """RECAP reads labels of a dataset; a reward model has judged it before."""
+    if context.config.algorithm.loss_type == "recap" and context.config.reward.model is not None:
+        message = "recap reads the labels of a dataset, and reward.model would judge nothing"
+        hint = "set reward.model=null, and give the model to `embodrl label --reward-model`"
+        yield Finding("algorithm.loss_type", message, hint, others=("reward.model",))
+
+
 @RULES.rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
 def offline_has_data(context: Context) -> Iterator[Finding]:
     """What is learned from is named, and there."""
@@ -61,7 +72,7 @@ def labels_are_there(context: Context) -> Iterator[Finding]:
     """RECAP reads labels, which `embodrl label` writes."""
     algorithm = context.config.algorithm
     data = algorithm.off_policy.demos
-    tag = algorithm.offline.tag
+    tag = offline_settings(algorithm).tag
     if algorithm.loss_type != "recap" or data is None or path_kind(data) != "directory":
         return
     if path_kind(str(Path(data) / "meta" / f"advantages_{tag}.parquet")) != "file":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from embodrl.learners.offline.rules import RULES
+from embodrl.learners.offline.settings import OfflineConfig
 from embodrl.specs import FunctionSpec
 
 IQL = FunctionSpec(
@@ -10,6 +11,8 @@ IQL = FunctionSpec(
     target="embodrl.algorithms.offline:advantage_weights",
     description="implicit Q-learning on a dataset: imitation weighted by advantages",
     offline=True,
+    settings=OfflineConfig,
+    section="offline",
     parts="embodrl.trainer.offline_parts:build",
     rules=(RULES,),
 )
@@ -18,6 +21,8 @@ RECAP = FunctionSpec(
     target="embodrl.algorithms.offline:advantage_indicator",
     description="imitation of a dataset whose instructions say whether the advantage is positive",
     offline=True,
+    settings=OfflineConfig,
+    section="offline",
     parts="embodrl.trainer.offline_parts:build",
     rules=(RULES,),
 )

@@ -1,4 +1,4 @@
-"""Policies whose network is elsewhere: they act here, and have no weights, log-probs or gradients.
+"""Policies whose network runs elsewhere: they only act, without weights, log-probs or gradients.
 
 Shapes: B batch, C actions run, A action dimensions.
 """
@@ -21,11 +21,7 @@ from embodrl.types import Observation, PolicyOutput
 
 
 class ActingPolicy(VLAPolicy):
-    """A policy that another process or machine runs, for evaluation.
-
-    Args:
-        config: section ``model``.
-    """
+    """A policy run by another process or machine, for evaluation; ``config`` is the section ``model``."""
 
     decodings = ("greedy",)
 
@@ -37,7 +33,7 @@ class ActingPolicy(VLAPolicy):
 
     @property
     def device(self) -> torch.device:
-        """Of what is returned; the policy itself is elsewhere."""
+        """Device of returned tensors; the network itself runs elsewhere."""
         return torch.device("cpu")
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
@@ -46,17 +42,16 @@ class ActingPolicy(VLAPolicy):
 
     @abstractmethod
     def only_acts(self) -> EmbodrlError:
-        """Return the error of what needs weights or gradients."""
+        """Return the error for calls that need weights or gradients."""
 
     @abstractmethod
     def misfit(self, message: str, setting: str) -> EmbodrlError:
-        """Return the error of an answer that does not fit ``setting``."""
+        """Return the error for an answer that does not match ``setting``."""
 
     def output_of(self, answer: NDArray[Any], num_rows: int) -> PolicyOutput:
         """Return the first C actions of an answer ``[B,C or more,A]``, in environment units, with log-probs of 0.
 
-        Raises:
-            EmbodrlError: ``misfit``: it has another shape, or is not finite.
+        Raises ``misfit`` if the shape is wrong or a value is not finite.
         """
         wanted = (num_rows, self.num_action_chunks, self.action_dim)
         if answer.ndim != 3 or answer.shape[::2] != wanted[::2] or answer.shape[1] < wanted[1]:
@@ -68,7 +63,7 @@ class ActingPolicy(VLAPolicy):
         return PolicyOutput(actions.astype(np.float32), torch.zeros(wanted), None, {})
 
     def parts(self) -> dict[str, nn.Module]:
-        """There are none."""
+        """Return no parts."""
         return {}
 
     def head_parameters(self) -> list[nn.Parameter]:

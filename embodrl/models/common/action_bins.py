@@ -9,15 +9,11 @@ from torch import Tensor
 
 
 class ActionBins:
-    """Maps normalised actions to token ids and back.
+    """Maps normalised actions to token ids and back, with ``num_bins`` = n.
 
-    With n bins there are n edges, ``linspace(-1, 1, n)``, and n - 1 centres between them. A value in ``[edge[k-1],
-    edge[k])`` has the id ``action_vocab_size - k`` (k from 1), and +1 itself has ``k = n``. Both k = n - 1 and k = n
-    decode to the last centre: for OpenVLA, ids 31745 and 31744 mean the same action.
-
-    Args:
-        action_vocab_size: 32000 for OpenVLA.
-        num_bins: n.
+    There are n edges, ``linspace(-1, 1, n)``, and n - 1 centres between them. A value in ``[edge[k-1], edge[k])`` has
+    the id ``action_vocab_size - k`` (k from 1); +1 has ``k = n``. Both k = n - 1 and k = n decode to the last centre:
+    for OpenVLA (32000 ids) 31745 and 31744 mean the same action.
     """
 
     def __init__(self, action_vocab_size: int, num_bins: int = 256) -> None:
@@ -35,14 +31,14 @@ class ActionBins:
         return (self.action_vocab_size - k).astype(np.int64)
 
     def decode(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the normalised actions of token ids; other ids take the nearest end of the range."""
+        """Return the normalised actions of token ids; ids outside the range are clamped to its nearest end."""
         index = np.clip(self.action_vocab_size - tokens - 1, 0, self.num_bins - 2)
         return self.centers[index]
 
     def index(self, tokens: Tensor) -> Tensor:
-        """Return the place ``int64`` of each token id among the 256 action logits."""
+        """Return the ``int64`` index of each token id among the 256 action logits."""
         return tokens - self.first_id
 
     def value_of_index(self, indices: Tensor) -> Tensor:
-        """Return the normalised action ``float32`` that each place among the action logits stands for."""
+        """Return the normalised action ``float32`` for each index among the action logits."""
         return self._center_of_index.to(indices.device, torch.float32)[indices]

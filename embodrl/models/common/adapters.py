@@ -1,10 +1,10 @@
-"""Low-rank adapters that another program trained, in peft's layout, over the weights of a base model.
+"""Low-rank adapters in peft's layout, trained by another program, on top of a base model's weights.
 
-``adapter_config.json`` states rank, scale and variant; ``adapter_model.safetensors`` has, for each adapted module, the
-factors ``base_model.model.MODULE.lora_A.weight`` and ``.lora_B.weight``, and whole tensors (``modules_to_save``,
-biases) as ``base_model.model.TENSOR``. A base weight W becomes ``W + scale * B A`` (Hu et al., "LoRA", 2021, section
-4.1) with ``scale = alpha / rank``, or ``alpha / sqrt(rank)`` with rank-stabilised scaling (Kalajdzievski, 2023).
-Adapters either are added to the weights while these are read, in float32, or continue training in layers of their own.
+``adapter_config.json`` states rank, scale and variant. For each adapted module ``adapter_model.safetensors`` has the
+factors ``base_model.model.MODULE.lora_A.weight`` and ``.lora_B.weight``; whole tensors (``modules_to_save``, biases)
+are ``base_model.model.TENSOR``. A base weight W becomes ``W + scale * B A`` (Hu et al., "LoRA", 2021, section 4.1) with
+``scale = alpha / rank``, or ``alpha / sqrt(rank)`` with rank-stabilised scaling (Kalajdzievski, 2023). Adapters are
+either merged into the weights on load, in float32, or continue training in their own layers.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ MAX_RANK = 4096
 MAX_ALPHA = 2**20
 _NAMES_IN_MESSAGE = 10
 _HINT = "use adapters of this base model, or merge them with peft and give the result as model.model_path"
-# With these, the factors are not what is added to the weights, or are added to something else than a weight.
+# These variants don't add the plain product of the factors, or don't add it to a weight.
 _UNSUPPORTED = (
     *("use_dora", "use_qalora", "use_bdlora", "fan_in_fan_out", "lora_bias", "layer_replication", "target_parameters"),
     *("trainable_token_indices", "alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"),
     "monteclora_config",
 )
-# Other ways to start (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the base weights, which the published base has not.
+# Other initialisations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) modify the base weights, unlike the published base.
 _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 _PATTERN = re.compile(r"\^?[\w.-]+")
 
 
 def adapter_names(module: str) -> tuple[str, str]:
-    """Return the names of a module's two factors, ``[rank,in]`` and ``[out,rank]``, in adapter_model.safetensors."""
+    """Return the names of a module's factors ``[rank,in]`` and ``[out,rank]`` in adapter_model.safetensors."""
     return f"{PREFIX}{module}{DOWN}", f"{PREFIX}{module}{UP}"
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The factors of a module, by name and shape.
+    """Names and shapes of one module's factors.
 
     Attributes:
-        module: its name in the file, without ``PREFIX``.
-        down, up: shapes ``[rank,in]`` and ``[out,rank]``; of a convolution ``[rank,in,h,w]`` and ``[out,rank,1,1]``.
-        scale: of their product.
+        module: module name in the file, without ``PREFIX``.
+        down, up: shapes ``[rank,in]`` and ``[out,rank]``; for a convolution ``[rank,in,h,w]`` and ``[out,rank,1,1]``.
+        scale: scale of the product.
     """
 
     module: str
@@ -66,33 +66,29 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Of the product."""
+        """Rank of the product."""
         return self.down[0]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it is added to."""
+        """Shape of the adapted weight."""
         return (self.up[0], *self.down[1:])
 
 
 class Adapters:
-    """The adapters of ``model.lora_path``.
+    """The adapters of ``model.lora_path``; raises ``CheckpointError`` for bad files or unsupported variants.
 
     Args:
-        directory: of the adapters.
-        keep_rank: adapters of linear layers of this rank are not added to the weights, but ``kept``; None adds all.
-        keep_targets: last parts of the modules' names of which that is true; empty for all.
+        directory: adapter directory.
+        keep_rank: linear adapters of this rank are ``kept`` instead of merged; None merges all.
+        keep_targets: last name parts of the modules whose adapters may be kept; empty for all.
 
     Attributes:
-        directory: as given.
-        base: the model that they were trained on, as adapter_config.json names it; not checked.
-        layers: adapters by the name of the weight in the base model.
-        whole: tensors that replace those of the base model, likewise -> name in the file and shape.
-        kept: modules that an adapter was not added to -> that adapter.
-        num_merged: adapters that are added to weights.
-
-    Raises:
-        CheckpointError: the files are missing, pickled or damaged, or of a variant that is not supported.
+        base: base model named in adapter_config.json; not checked.
+        layers: base-model weight name -> adapter.
+        whole: base-model tensor name -> (name in the file, shape) of its replacement.
+        kept: module -> adapter that was not merged.
+        num_merged: number of merged adapters.
     """
 
     def __init__(self, directory: Path, keep_rank: int | None = None, keep_targets: Collection[str] = ()) -> None:
@@ -110,7 +106,7 @@ class Adapters:
         self.whole: dict[str, tuple[str, tuple[int, ...]]] = {}
         shapes = _shapes(self.path)
         for name, shape in shapes.items():
-            plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")  # a whole tensor of an adapted module
+            plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")  # whole tensor of an adapted module
             if name.endswith(DOWN):
                 module = plain.removesuffix(DOWN)
                 self.layers[f"{module}.weight"] = _adapter(config, module, shape, shapes.get(adapter_names(module)[1]))
@@ -123,26 +119,17 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """Of the base model's tensors that are changed."""
+        """Names of the base model's changed tensors."""
         return [*self.layers, *self.whole]
 
     def rename(self, aliases_and_ignored: Callable[[Collection[str]], tuple[dict[str, str], dict[str, str]]]) -> None:
-        """Name tensors as the network does, and leave out those that it does not use."""
+        """Rename tensors to the network's names and drop those that it does not use."""
         aliases, ignored = aliases_and_ignored(self.names)
         self.layers = {aliases.get(name, name): found for name, found in self.layers.items() if name not in ignored}
         self.whole = {aliases.get(name, name): found for name, found in self.whole.items() if name not in ignored}
 
     def take(self, name: str, shape: tuple[int, ...], network: nn.Module) -> bool:
-        """Tell whether ``merged`` changes a weight, after checking that it has the right shape.
-
-        Args:
-            name: of the weight in the network.
-            shape: of the weight.
-            network: where it goes, with the names of the weights.
-
-        Raises:
-            CheckpointError: the base model's weight has another shape.
-        """
+        """Return whether ``merged`` changes a weight of ``network``; raise ``CheckpointError`` if its shape differs."""
         adapter = self.layers.get(name)
         found = [(adapter.module, adapter.shape)] if adapter is not None else []
         for stored, stored_shape in (*found, *([self.whole[name]] if name in self.whole else [])):
@@ -164,7 +151,7 @@ class Adapters:
         return name in self.whole
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return the weight, or the tensor that replaces it, plus ``scale * B A``, as float32."""
+        """Return the weight (or its replacement) plus ``scale * B A``, in float32."""
         if name in self.whole:
             weight = self._tensors[self.whole[name][0]].to(weight.device)
         if name not in self._to_merge:
@@ -177,16 +164,12 @@ class Adapters:
         return up.flatten(1) @ down.flatten(1) * adapter.scale
 
     def factors(self, adapter: Adapter) -> tuple[Tensor, Tensor]:
-        """Return the two factors as float32, without the scale."""
+        """Return both factors in float32, unscaled."""
         down, up = (self._tensors[name].float() for name in adapter_names(adapter.module))
         return down, up
 
     def check_used(self) -> None:
-        """Refuse adapters of tensors that the network or its base weights do not have.
-
-        Raises:
-            CheckpointError: there are such.
-        """
+        """Raise ``CheckpointError`` for adapters of tensors that the network or its base weights lack."""
         missing = [name for name in self.names if name not in self._used]
         left = [self.layers[name].module if name in self.layers else self.whole[name][0] for name in missing]
         if left:
@@ -198,7 +181,7 @@ class Adapters:
             )
 
     def describe(self) -> str:
-        """Return their outcome in words."""
+        """Return a readable summary of the merge."""
         parts = [f"{self.num_merged} merged in float32"] if self.num_merged else []
         parts += [f"{len(self.kept)} continue training"] if self.kept else []
         parts += [f"{len(self.whole)} whole tensors"] if self.whole else []
@@ -265,7 +248,7 @@ def _adapter(config: Fields, module: str, down: tuple[int, ...], up: tuple[int, 
 
 
 def _by_pattern(config: Fields, name: str, module: str, default: float, most: int) -> float:
-    """Return the module's own value: of the first key that its name ends with."""
+    """Return the module's value from the first key that its name ends with."""
     own = config.fields(name, {})
     for key in own:
         if not _PATTERN.fullmatch(key):

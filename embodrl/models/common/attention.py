@@ -1,4 +1,4 @@
-"""Scaled dot-product attention in the form that is fastest on the device at hand.
+"""Scaled dot-product attention in the fastest form for the device.
 
 Vaswani et al., "Attention Is All You Need", 2017. Shapes: B batch, H heads, Q queries, S keys, E head dimension.
 """
@@ -14,20 +14,20 @@ from torch.nn import functional as F
 
 IMPLEMENTATION = "embodrl"
 WHOLE_SCORES = 1 << 21
-"""Up to so many scores are computed at once on a CPU: 8 MiB in float32."""
+"""Maximum number of scores computed at once on a CPU: 8 MiB in float32."""
 BLOCK_SCORES = 1 << 19
-"""Scores of a block, else."""
+"""Scores per block above that limit."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Return ``softmax(q k^T / sqrt(E)) v`` as ``[B,H,Q,F]``, in the type that autocast asks for.
+    """Return ``softmax(q k^T / sqrt(E)) v`` as ``[B,H,Q,F]``, in the dtype chosen by autocast.
 
     Args:
         q: ``[B,H,Q,E]``.
         k: ``[B,G,S,E]``, where G divides H.
-        v: ``[B,G,S,F]``; F is E as a rule.
+        v: ``[B,G,S,F]``; normally F = E.
         mask: ``bool``, broadcastable to ``[B,H,Q,S]``; True where the query may see the key.
-        causal: a query sees no later key; only with Q = S and without a mask.
+        causal: a query sees no later key; requires Q = S and no mask.
     """
     kind = q.device.type
     if kind != "cpu":
@@ -47,13 +47,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
         mask = mask[(None,) * (4 - mask.ndim)]
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
     with torch.autocast(kind, enabled=False):
-        if not torch.is_grad_enabled():  # decoding keeps keys in a layout of its own, which a copy would lose
+        if not torch.is_grad_enabled():  # decoding keeps keys in its own layout, which a copy would lose
             return _attend(q, k, v, bias)
         return _BlockwiseAttention.apply(q.contiguous(), k.contiguous(), v.contiguous(), bias)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """See ``_BlockwiseAttention.forward``; without gradients."""
+    """Gradient-free ``_BlockwiseAttention.forward``."""
     batch, heads, length, width = q.shape
     rows = q.reshape(batch, k.shape[1], -1, width)
     scores = torch.matmul(rows, k.transpose(-1, -2)).view(batch, heads, length, -1)
@@ -64,19 +64,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _BlockwiseAttention(torch.autograd.Function):
-    """Attention of a few samples at a time where the scores of all would leave the cache of a core.
+    """Attention over a few samples at a time, for scores that would not fit in a core's cache.
 
-    At 121 tokens forward and backward pass take 0.7 of the time of whole products, to the same bits; the fused kernel
-    of torch takes twice that time.
+    At 121 tokens forward and backward take 0.7 of the time of whole products, bit-exact; torch's fused kernel takes
+    twice that time.
     """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        """``q [B,H,Q,E]`` is scaled already; ``bias``, broadcastable to ``[B,H,Q,S]``, is added to the scores."""
+        """Compute attention; ``q [B,H,Q,E]`` is already scaled, ``bias`` is broadcastable to scores ``[B,H,Q,S]``."""
         batch, heads, length, width = q.shape
         groups = k.shape[1]
         keep = any(ctx.needs_input_grad)
-        # Heads that share keys are rows of one product, so that the keys need not be repeated.
+        # Heads that share keys become rows of one product, so keys need not be repeated.
         q = q.reshape(batch * groups, -1, width)
         k = k.flatten(0, 1)
         v = v.flatten(0, 1)
@@ -118,13 +118,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def _blocks(batch: int, groups: int, scores: int) -> Iterator[tuple[slice, slice]]:
-    """Yield which samples are next, and their rows where the groups of a sample follow each other.
-
-    Args:
-        batch: number of samples.
-        groups: of a sample.
-        scores: of a group.
-    """
+    """Yield slices of samples and of their rows; a sample's ``groups``, of ``scores`` each, are consecutive rows."""
     total = batch * groups * scores
     size = batch if total <= WHOLE_SCORES else max(1, BLOCK_SCORES // (groups * scores))
     for start in range(0, batch, size):
@@ -132,8 +126,8 @@ def _blocks(batch: int, groups: int, scores: int) -> Iterator[tuple[slice, slice
 
 
 def with_attention(**settings: Any) -> dict[str, Any]:
-    """Return arguments of a transformers configuration: ``settings``, and the choice of ``attention``."""
-    from transformers import AttentionInterface  # 2.5 s in every process: only where a model of transformers is built
+    """Return ``settings`` of a transformers configuration, extended to select ``attention``."""
+    from transformers import AttentionInterface  # 2.5 s in every process: only when building such a model
 
     AttentionInterface.register(IMPLEMENTATION, _transformers_attention)
     return {"attn_implementation": IMPLEMENTATION, **settings}
@@ -142,7 +136,7 @@ def with_attention(**settings: Any) -> dict[str, Any]:
 def _transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **unused: Any
 ) -> tuple[Tensor, None]:
-    """Adapt ``attention`` to transformers; without a mask the model is causal, unless its configuration denies it."""
+    """Adapt ``attention`` to transformers; without a mask, causal unless the model's configuration says otherwise."""
     causal = attention_mask is None and getattr(module.config, "is_causal", True)
     out = attention(query, key, value, attention_mask, causal=causal)
     return out.transpose(1, 2).contiguous(), None

@@ -1,4 +1,4 @@
-"""Model weights in the public layout: safetensors, one file or shards with an index. Pickled weights are refused."""
+"""Model weights in the public layout: safetensors, as one file or indexed shards. Pickled weights are refused."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ MAX_SHARD_BYTES = 5 * 1024**3
 MAX_HASHING_THREADS = 4
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
-# Besides the top level, families read files in these.
+# Subdirectories whose files some families read.
 _SUBDIRECTORIES = ("assets", "experiment_cfg", "action_tokenizer")
 
 
 def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | None, LoadReport]:
-    """Return the directory that a policy's weights come from, or None for random ones, and a report to fill in.
+    """Return the directory of a policy's weights (None for random weights) and a new report.
 
-    Links that leave the directory are refused, and its files are compared with its checksums: the weights by size only,
-    since ``load_strict`` compares their content while it reads them.
+    Links that leave the directory are refused. Files are checked against the checksums, weights by size only:
+    ``load_strict`` checks their content while reading.
 
     Args:
         config: section ``model``.
-        builtin: what ``warm_start: builtin`` means; None if no weights of the family ship with embodrl.
+        builtin: directory for ``warm_start: builtin``; None if embodrl ships no weights of the family.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: no such checkpoint.
         FileDamagedError: a file differs from what embodrl wrote.
     """
     if config.model_path is not None:
@@ -94,16 +94,16 @@ def _refuse_adapters(directory: Path) -> None:
         return
     base = read_file(directory / ADAPTER_CONFIG).text("base_model_name_or_path", None) or "their base model"
     raise CheckpointError(
-        f"{directory} has adapters, and not the weights that they change",
+        f"{directory} has adapters but no base weights",
         f"set model.lora_path={directory} and model.model_path to the directory or hub id of {base}",
         code="adapter-base",
     )
 
 
 def place_of(name: str | Path, directory: Path, report: LoadReport) -> Path:
-    """Return the directory to read a file from: that of the adapters if they bring their own, else the checkpoint's.
+    """Return the directory to read a file from: the adapters' if they bring their own, else the checkpoint's.
 
-    Fine-tuning with adapters leaves the base model alone, so the statistics of its data are beside the adapters.
+    Fine-tuning with adapters leaves the base model unchanged, so new data statistics are stored with the adapters.
     """
     if report.adapters is None or not (report.adapters.directory / name).is_file():
         return directory
@@ -112,16 +112,16 @@ def place_of(name: str | Path, directory: Path, report: LoadReport) -> Path:
 
 
 def resolve(model_path: str, setting: str = "model.model_path") -> Path:
-    """Return the directory of a checkpoint, fetching it from the Hugging Face hub if it is not a local directory.
+    """Return a checkpoint's directory, fetching it from the Hugging Face hub unless it is a local directory.
 
     Only safetensors, JSON and tokenizer files are fetched, and OpenVLA-OFT's components; never code.
 
     Args:
-        model_path: a directory, or the hub's ``OWNER/NAME[@REVISION]``.
-        setting: named in errors.
+        model_path: a directory, or ``OWNER/NAME[@REVISION]`` on the hub.
+        setting: setting to name in errors.
 
     Raises:
-        CheckpointError: no such directory, and the hub can't be reached or has no such model.
+        CheckpointError: no such directory, and the hub is unreachable or lacks the model.
     """
     local = Path(model_path).expanduser()
     if local.is_dir():
@@ -137,10 +137,10 @@ def resolve(model_path: str, setting: str = "model.model_path") -> Path:
 
 
 def check_links(directory: Path) -> None:
-    """Refuse links to files outside of a checkpoint, which could be any file of the user.
+    """Refuse links to files outside of a checkpoint, which could expose any file of the user.
 
-    Allowed are links within the directory, within the hub repository whose snapshot it is (the hub's cache links every
-    file to ``blobs/``), and into the hub's cache, as older versions of huggingface_hub made local copies.
+    Links may stay within the directory, within the hub snapshot's repository (the hub cache links every file to
+    ``blobs/``), or lead into the hub cache, as local copies of older huggingface_hub versions do.
 
     Raises:
         PolicyFileError: a link leads elsewhere.
@@ -148,7 +148,7 @@ def check_links(directory: Path) -> None:
     for folder in (directory, *(directory / name for name in _SUBDIRECTORIES)):
         for parent, names, files in os.walk(folder):
             if folder == directory:
-                names_here, names[:] = list(names), []  # of the top level only
+                names_here, names[:] = list(names), []  # top level only
             else:
                 names_here = names
             for path in (Path(parent, name) for name in (*names_here, *files)):
@@ -156,7 +156,7 @@ def check_links(directory: Path) -> None:
 
 
 def check_link(path: Path, directory: Path) -> None:
-    """Refuse a file of a checkpoint that is a link to elsewhere, as ``check_links`` does."""
+    """Refuse one file that links outside of the checkpoint; see ``check_links``."""
     if path.is_symlink() and not is_inside(path, directory):
         raise PolicyFileError(
             f"{path} links to {os.path.realpath(path)}, outside of the checkpoint", "copy the file into the directory"
@@ -167,8 +167,7 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, in order.
 
     Raises:
-        CheckpointError: no weights, only pickled ones, or the index is invalid: it names a shard that is missing or
-            outside of the directory.
+        CheckpointError: weights are missing or only pickled, or the index names a missing or outside shard.
     """
     index = directory / INDEX_FILE
     if index.is_file():
@@ -203,11 +202,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of all tensors in safetensors files, from their headers.
-
-    Raises:
-        CheckpointError: a file is corrupt.
-    """
+    """Return names and shapes of all tensors from safetensors headers; raise ``CheckpointError`` for a corrupt file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with readable(path), open_tensors(path) as reader:
@@ -217,24 +212,18 @@ def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn the library's errors of a safetensors file that the block reads into ``CheckpointError``."""
+    """Turn safetensors errors raised while the block reads ``path`` into ``CheckpointError``."""
     try:
         yield
     except OSError as error:
-        check_checksums(path.parent, [path.name])  # damage explains it
+        check_checksums(path.parent, [path.name])  # damage explains the error
         raise PolicyFileError(f"{path} can't be read: {error.strerror or error}", _AGAIN) from error
 
 
 def check_layers(names: Collection[str], wanted: Mapping[str, int], directory: Path) -> None:
-    """Refuse a config.json with other numbers of layers than the weights have, before any layer is built.
+    """Raise ``PolicyFileError`` if config.json's layer counts differ from the weights', before any layer is built.
 
-    Args:
-        names: names of the stored tensors.
-        wanted: number of layers by what the names of their tensors begin with.
-        directory: directory of the checkpoint.
-
-    Raises:
-        PolicyFileError: they differ.
+    ``wanted`` maps the name prefix of a layer stack to its number of layers.
     """
     for prefix, count in wanted.items():
         found = len({name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)})
@@ -258,19 +247,9 @@ def fill(
     in_float32: Callable[[str], bool] = lambda name: False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Give a network that was built on the meta device its weights, so that a large one is never held twice.
+    """Load or draw the weights of a network built on the meta device, so that a large one is never held twice.
 
-    Args:
-        model: the network.
-        files: safetensors files; none for random weights.
-        report: filled in.
-        init_weights: function that draws random weights.
-        device: device of the weights.
-        dtype: dtype of the weights.
-        aliases: see ``load_strict``.
-        ignore: see ``load_strict``.
-        in_float32: see ``load_strict``.
-        tensors: see ``load_strict``.
+    Without ``files`` weights are drawn by ``init_weights``; the other arguments are those of ``load_strict``.
     """
     if files:
         adapters = report.adapters
@@ -289,14 +268,14 @@ def fill(
         if adapters is not None:
             adapters.check_used()
         return
-    # Types are chosen on the meta device, where that takes no memory.
+    # Convert on the meta device, where it takes no memory.
     model.to(dtype)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.float() if in_float32(name) else parameter.data
     model.to_empty(device=device)
     if device.type != "meta":
         init_weights()
-    report.initialized = dict.fromkeys(model.state_dict(), "random weights were asked for")
+    report.initialized = dict.fromkeys(model.state_dict(), "random weights were requested")
 
 
 def load_strict(
@@ -312,28 +291,28 @@ def load_strict(
     in_float32: Callable[[str], bool] = lambda name: False,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> LoadReport:
-    """Put the tensors of safetensors files into a module, which may be on the meta device.
+    """Load safetensors files into a module, which may be on the meta device.
 
-    Parameters that were tied stay tied; the files may have them under one of their names, or under several.
+    Tied parameters stay tied; the files may store them under any or several of their names.
 
     Args:
         module: module that takes the tensors as its parameters and buffers.
         files: safetensors files.
-        report: filled in.
-        device: device of the loaded tensors; with ``meta`` names and shapes are checked, and no tensor is read.
+        report: report to fill in.
+        device: device of the loaded tensors; ``meta`` checks names and shapes without reading tensors.
         dtype: dtype of the loaded floating-point tensors.
-        aliases: names in the file to names in the module.
-        ignore: names in the file that are not used, with the reason.
-        adapters: added to the weights in float32, before these take their type.
-        in_float32: tells by the name in the module which floating-point tensors are float32 whatever ``dtype`` is.
-        tensors: further ones by their names in the module, from files of another format.
+        aliases: name in the file -> name in the module.
+        ignore: unused name in the file -> reason.
+        adapters: adapters merged in float32, before weights are cast to ``dtype``.
+        in_float32: whether the floating-point tensor of a module name stays float32 regardless of ``dtype``.
+        tensors: additional tensors by module name, from files of another format.
 
     Returns:
         ``report``.
 
     Raises:
-        CheckpointError: a file is corrupt, a name is missing, unexpected or of another shape, or a weight is not
-            finite or quantised, or tied weights differ. The module must not be used after that.
+        CheckpointError: a file is corrupt; a name is missing, unexpected or of another shape; a weight is quantised or
+            not finite; or tied weights differ. The module must not be used afterwards.
         FileDamagedError: a file differs from what embodrl wrote.
     """
     aliases = aliases or {}
@@ -341,7 +320,7 @@ def load_strict(
     on_meta = torch.device(device).type == "meta"
     expected = module.state_dict()
     state: dict[str, Tensor] = {}
-    with contextlib.nullcontext() if on_meta else _hashed_meanwhile(files):
+    with contextlib.nullcontext() if on_meta else _verify_while_reading(files):
         for path in files:
             with readable(path), open_tensors(path, device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
@@ -349,7 +328,7 @@ def load_strict(
                     if stored in ignore:
                         report.ignored[stored] = ignore[stored]
                         continue
-                    # From the header, so that a tensor of another shape is not even read.
+                    # From the header, so a tensor of the wrong shape is never read.
                     shape = tuple(reader.get_slice(stored).get_shape())
                     if not _is_loadable(stored, name, shape, expected, state, report):
                         continue
@@ -362,7 +341,7 @@ def load_strict(
                         continue
                     floating = expected[name].is_floating_point()
                     exact = torch.float32 if changed else final
-                    # Adapters are added in float32: in half precision most of their product would be rounded away.
+                    # Merge in float32: half precision would round most of the product away.
                     state[name] = _checked(reader.get_tensor(stored), stored, floating, exact, path)
                     if changed and adapters is not None:
                         state[name] = adapters.merged(name, state[name]).to(final)
@@ -384,7 +363,7 @@ def load_strict(
 
 
 def tied_parameters(module: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several, in the order of the ``state_dict``."""
+    """Return the names of each parameter that has several, in ``state_dict`` order."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -392,7 +371,7 @@ def tied_parameters(module: nn.Module) -> list[list[str]]:
 
 
 def _tie(tied: Sequence[Sequence[str]], state: dict[str, Tensor], report: LoadReport) -> None:
-    """Give every name of a tied parameter the one tensor that was read under some of them."""
+    """Assign the tensor read under one name of a tied parameter to all of its names."""
     for names in tied:
         stored = [name for name in names if name in state]
         if not stored:
@@ -405,12 +384,12 @@ def _tie(tied: Sequence[Sequence[str]], state: dict[str, Tensor], report: LoadRe
                     "use a checkpoint in which they are equal, or a model that does not tie them",
                     code="weights-mismatch",
                 )
-        # One of another shape has been reported, and none takes its place.
+        # A tensor of the wrong shape is already reported and has no replacement.
         state.update(dict.fromkeys(names, value))
 
 
 def _assign(module: nn.Module, state: Mapping[str, Tensor], tied: Sequence[Sequence[str]]) -> None:
-    # New parameters take the place of the old ones: they must train or not, and be tied, as those were.
+    # New parameters replace the old ones: keep their requires_grad and ties.
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     module.load_state_dict(state, strict=True, assign=True)
     for first, *others in tied:
@@ -429,7 +408,7 @@ def _add(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Put tensors that are read already beside those of the files."""
+    """Merge already loaded tensors into the tensors read from files."""
     for name, tensor in tensors.items():
         if _is_loadable(name, name, tuple(tensor.shape), expected, state, report):
             value = tensor.to(device)
@@ -438,18 +417,14 @@ def _add(
 
 
 @contextlib.contextmanager
-def _hashed_meanwhile(files: Sequence[Path]) -> Iterator[None]:
-    """Compare files with the checksums of their directory while the block reads them.
-
-    Hashing releases the interpreter's lock and finds in memory what the block reads from the disk, or the other way
-    round, so that it hardly adds to the time of a load.
-    """
+def _verify_while_reading(files: Sequence[Path]) -> Iterator[None]:
+    """Check files against checksums while the block reads them; hashing releases the GIL and adds little load time."""
     with ThreadPoolExecutor(MAX_HASHING_THREADS) as pool:
         checks = [pool.submit(check_checksums, path.parent, [path.name]) for path in files]
         try:
             yield
         finally:
-            # Also where the block fails: that the file is damaged explains it.
+            # Also if the block fails: the damaged file explains the failure.
             damages = [error for check in checks if (error := check.exception()) is not None]
             if damages:
                 raise damages[0]
@@ -463,7 +438,7 @@ def _is_loadable(
     state: Mapping[str, Tensor],
     report: LoadReport,
 ) -> bool:
-    """Tell whether the module takes a stored tensor; the report says why not."""
+    """Return whether the module takes a stored tensor; otherwise add the reason to the report."""
     if name not in expected:
         report.unexpected.append(stored)
         return False
@@ -476,16 +451,16 @@ def _is_loadable(
 
 
 def _checked(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, path: Path) -> Tensor:
-    """Return a weight in its final type after checking the stored type and that every value is finite."""
+    """Return a weight in its final dtype after checking the stored dtype and that all values are finite."""
     if floating != tensor.is_floating_point() or (floating and tensor.element_size() < 2):
         raise CheckpointError(
             f"{path} stores {stored} as {tensor.dtype}; quantised weights can't be trained",
             "use the checkpoint in bfloat16 or float32",
             code="weights-quantised",
         )
-    # A copy is aligned as torch aligns; a view of the file is not, and results differ in the last bit.
+    # A copy has torch's alignment; a view of the file does not, and results differ in the last bit.
     weight = tensor.to(dtype if floating else tensor.dtype, copy=True)
-    # A sum is by far the cheapest test. It may overflow where all values are finite, hence the second look.
+    # A sum is by far the cheapest test. It may overflow with finite values, hence the second check.
     if floating and not bool(weight.sum().isfinite()):
         bad = int(weight.numel() - weight.isfinite().sum())
         if bad:
@@ -499,11 +474,7 @@ def _checked(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, pa
 
 @contextlib.contextmanager
 def policy_directory(target: Path) -> Iterator[Path]:
-    """Yield a new directory that becomes ``target`` when the block ends, with checksums of what the block wrote there.
-
-    Raises:
-        OutputError: see ``atomic_directory``.
-    """
+    """Yield a temporary directory that becomes ``target`` at the end, with checksums; see ``atomic_directory``."""
     with atomic_directory(target) as staging:
         yield staging
         write_checksums(staging)
@@ -517,14 +488,10 @@ def save_weights(
     *,
     write: Callable[[Path, Mapping[str, Tensor], Mapping[str, str]], None] = write_safetensors,
 ) -> None:
-    """Write tensors as one safetensors file, or as shards with an index beyond ``max_shard_bytes``.
+    """Write tensors as one safetensors file, or as indexed shards above ``max_shard_bytes``.
 
-    Args:
-        state: the tensors.
-        directory: directory to write to.
-        max_shard_bytes: largest size of a file.
-        one_file: never write shards: openpi and lerobot look for ``model.safetensors`` alone.
-        write: function that writes one file: its path, tensors and metadata.
+    With ``one_file`` never shard: openpi and lerobot only read ``model.safetensors``. ``write`` writes one file from
+    path, tensors and metadata.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
@@ -537,7 +504,7 @@ def save_weights(
         size += num_bytes
         total += num_bytes
     if len(shards) == 1:
-        # transformers asks for this mark when it loads the file.
+        # transformers requires this metadata to load the file.
         write(directory / SINGLE_FILE, shards[0], {"format": "pt"})
         return
     weight_map: dict[str, str] = {}
@@ -556,17 +523,14 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def check_size(
     found: DataclassInstance, wanted: DataclassInstance, parts: Sequence[str], directory: Path, section: str
 ) -> None:
-    """Refuse a warm start of another size than the configuration asks for.
+    """Raise ``CheckpointError``, with every difference, if a warm start's size differs from the configuration.
 
     Args:
-        found: the configuration in the directory.
+        found: configuration in the directory.
         wanted: configuration of the section.
-        parts: fields to compare; of a field that is a dataclass, its fields.
-        directory: named in the error.
-        section: section of the configuration, e.g. ``model.pi``.
-
-    Raises:
-        CheckpointError: with every difference.
+        parts: fields to compare; dataclass fields are compared field by field.
+        directory: directory to name in the error.
+        section: configuration section, e.g. ``model.pi``.
     """
     have = _flat(found, parts)
     want = _flat(wanted, parts)

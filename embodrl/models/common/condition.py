@@ -1,4 +1,4 @@
-"""What an instruction says of the advantage of the actions to come (RECAP: pi*0.6, arXiv 2511.14759)."""
+"""Advantage conditions in instructions (RECAP: pi*0.6, arXiv 2511.14759)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SIGNS: dict[Condition, int] = {"positive": 1, "negative": -1}
 
 
 def conditioned(instruction: str, condition: Condition | None) -> str:
-    """Return the instruction with the condition at its end; unchanged without one."""
+    """Return the instruction with the condition appended; unchanged without one."""
     return instruction if condition is None else f"{instruction}{PREFIX}{condition}"
 
 
 def condition_observation(observation: Observation, condition: Condition | None) -> Observation:
-    """Return an observation whose instructions say the condition."""
+    """Return an observation with the condition appended to its instructions."""
     if condition is None:
         return observation
     return replace(observation, instruction=[conditioned(text, condition) for text in observation.instruction])
 
 
 def signs_of(instructions: Sequence[str]) -> list[int]:
-    """Return for policies without language: 1 where an instruction says positive, -1 negative, 0 nothing."""
+    """Return the conditions as numbers, for policies without language: 1 positive, -1 negative, 0 none."""
     return [next((n for name, n in SIGNS.items() if text.endswith(PREFIX + name)), 0) for text in instructions]

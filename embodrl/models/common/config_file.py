@@ -1,4 +1,4 @@
-"""Reading a checkpoint's JSON files: every value with its type and range, before anything is built from it."""
+"""Typed, range-checked reading of a checkpoint's JSON files, before anything is built from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CONFIG_FILE = "config.json"
 OWN_SECTION = "embodrl"
 MAX_BYTES = 8 * 2**20
 MAX_SIZE = 2**17
-# Where a larger or smaller number than 1 to MAX_SIZE is meant; layers and whatever memory is taken for are bounded
-# more tightly, since no weight of such a size need exist for them.
+# Bounds other than 1 to MAX_SIZE. Layer counts and other sizes that allocate memory have tighter ones, since no
+# stored weight need exist for them.
 _RANGES = {
     **dict.fromkeys(("depth", "num_layers", "num_hidden_layers"), (1, 512)),
     **dict.fromkeys(("action_dim", "max_action_dim", "max_state_dim", "action_horizon"), (1, 4096)),
@@ -42,7 +42,7 @@ def read_file(path: Path) -> Fields:
     """Return the fields of a JSON file of a checkpoint.
 
     Raises:
-        PolicyFileError: missing, unreadable, too large or too deeply nested, or not a JSON object.
+        PolicyFileError: the file is missing, unreadable, too large, too deeply nested, or not a JSON object.
     """
     if not path.is_file():  # a pipe would block
         raise PolicyFileError(f"{path} does not exist", "give the directory of a checkpoint in the public layout")
@@ -50,12 +50,12 @@ def read_file(path: Path) -> Fields:
 
 
 def fields_of(content: Mapping[str, object], source: str) -> Fields:
-    """Return the fields of an object that has been parsed already; errors name ``source``."""
+    """Return the fields of a parsed object; errors name ``source``."""
     return Fields(content, source, PolicyFileError, _HINT)
 
 
 def size(fields: Fields, name: str, default: int | None = None, key: str | None = None) -> int:
-    """Return a dimension within the range of ``name``; ``key`` is what the file calls it, if not that."""
+    """Return a dimension within the bounds of ``name``; ``key`` is its name in the file if different."""
     low, high = _RANGES.get(name, (1, MAX_SIZE))
     if default is None:
         return fields.integer(key or name, low=low, high=high)
@@ -63,12 +63,9 @@ def size(fields: Fields, name: str, default: int | None = None, key: str | None 
 
 
 def read_sizes(known: Spec, fields: Fields, complete: bool = False) -> Spec:
-    """Return dimensions as a file gives them: numbers, flags, and nested dimensions.
+    """Return dimensions (numbers, flags, nested dataclasses) from a file; ``known`` provides types and defaults.
 
-    Args:
-        known: a dataclass; its values stand in for what the file leaves out.
-        fields: of the file, with the names of the dataclass.
-        complete: refuse a file that lacks a field without default.
+    With ``complete`` a file that lacks a field without default is refused.
     """
     changes: dict[str, object] = {}
     for field in dataclasses.fields(known):
@@ -89,7 +86,7 @@ def read_sizes(known: Spec, fields: Fields, complete: bool = False) -> Spec:
 
 
 def read_vit(known: Spec, fields: Fields) -> Spec:
-    """Return the dimensions of a vision transformer, as ``read_sizes`` with all of them given."""
+    """Return the dimensions of a vision transformer; all are required (see ``read_sizes``)."""
     spec = read_sizes(known, fields, complete=True)
     check_multiple(fields, "image_size", "patch_size")
     check_multiple(fields, "width", "num_heads")
@@ -97,7 +94,7 @@ def read_vit(known: Spec, fields: Fields) -> Spec:
 
 
 def check_multiple(fields: Fields, whole: str, part: str) -> None:
-    """Refuse dimensions of which one must divide the other, e.g. heads and width."""
+    """Refuse dimensions where one must divide the other but does not, e.g. heads and width."""
     larger = size(fields, whole)
     smaller = size(fields, part)
     if larger % smaller:
@@ -105,7 +102,7 @@ def check_multiple(fields: Fields, whole: str, part: str) -> None:
 
 
 def own_section(raw: Mapping[str, object]) -> dict[str, object]:
-    """Return what embodrl itself has written into a config.json."""
+    """Return the section of a config.json that embodrl itself wrote."""
     extra = raw.get(OWN_SECTION)
     return extra if isinstance(extra, dict) else {}
 
@@ -114,7 +111,7 @@ UNKNOWN_FAMILY = "use a checkpoint of a family that embodrl reads: `embodrl list
 
 
 def check_family(fields: Fields, wanted: tuple[str, ...]) -> None:
-    """Refuse a config.json that is known to be of another family than the ``wanted``; the hint names that one."""
+    """Refuse a config.json of a known family outside ``wanted``; the hint names its family."""
     if any(is_of_family(fields.content, name) for name in wanted):
         return
     if found := families_of(fields.content):

@@ -1,7 +1,7 @@
-"""Element-wise parts of transformers with their own backward passes, a few samples at a time.
+"""Element-wise transformer operations with custom backward passes, a few samples at a time.
 
-Written with torch's operations each of them is a dozen passes over activations that leave the cache of a core, and as
-many again backward. On a GPU they are left to torch. Shapes: B batch, H heads, S tokens, E head dimension, D width.
+In plain torch each takes a dozen passes, and as many backward, over activations that exceed a core's cache. GPUs use
+plain torch. Shapes: B batch, H heads, S tokens, E head dimension, D width.
 """
 
 from __future__ import annotations
@@ -14,23 +14,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 BLOCK = 1 << 17
-"""Numbers of a block: 512 KiB in float32."""
+"""Numbers per block: 512 KiB in float32."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``weight * x / rms(x)``, computed in float32.
+    """Return ``weight * x / rms(x)``, computed in float32, for ``x [...,D]`` and ``weight [D]``.
 
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
-
-    Args:
-        x: ``[...,D]``.
-        weight: ``[D]``.
-        eps: added to the mean square.
-        dtype: dtype of the result; None for the wider of those of ``x`` and the weight.
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4; ``eps`` is added to the mean square.
+    The default ``dtype`` is the wider one of ``x`` and ``weight``.
     """
     dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
     if x.device.type == "cpu":
-        # Rows are views of the whole, for which it has to be contiguous.
+        # Rows are views, which need a contiguous tensor.
         return _RmsNorm.apply(x.contiguous(), weight, eps, dtype)
     wide = x.float()
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(dtype)
@@ -56,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
         rows = x.view(-1, x.shape[-1])
         d_out = gradients[0].reshape(-1, x.shape[-1])
         d_x = torch.empty_like(rows)
-        # float32: thousands of rows are added up.
+        # float32: thousands of rows are summed.
         d_weight = torch.zeros(len(weight))
         wide_weight = weight.float()
         for part in _blocks(rows):
@@ -64,7 +59,7 @@ class _RmsNorm(torch.autograd.Function):
             d_normed = d_out[part].float()
             d_weight += (d_normed * normed).sum(0)
             d_normed = d_normed * wide_weight
-            # d_x = scale (w d_out - x_hat mean(w d_out x_hat)), x_hat being the row over its root mean square.
+            # d_x = scale (w d_out - x_hat mean(w d_out x_hat)), where x_hat is the row divided by its root mean square.
             d_normed.sub_(normed.mul_((d_normed * normed).mean(-1, keepdim=True)))
             d_x[part] = d_normed.mul_(scale[part])
         return d_x.view(x.shape), d_weight.to(weight.dtype), None, None
@@ -73,21 +68,21 @@ class _RmsNorm(torch.autograd.Function):
 def split_heads(
     x: Tensor, head_dim: int, counts: tuple[int, ...], rope: tuple[Tensor, Tensor] | None = None, turned: int = 0
 ) -> tuple[Tensor, ...]:
-    """Return the heads of queries, keys and values that one product has computed, each ``[B,H_i,S,E]`` for itself.
+    """Split one fused projection into queries, keys and values, each ``[B,H_i,S,E]``.
 
-    A turned head has coordinate i turned with coordinate i + E/2 (Su et al., "RoFormer", 2021), in float32.
+    Rotary parts rotate coordinate i with coordinate i + E/2 (Su et al., "RoFormer", 2021), in float32.
 
     Args:
         x: ``[B,S,sum(H_i)*E]``.
         head_dim: E.
         counts: the H_i.
-        rope: cosines and sines ``[B,S,E]``, their halves equal; B may be 1.
-        turned: number of first parts that are turned.
+        rope: cosines and sines ``[B,S,E]`` with equal halves; B may be 1.
+        turned: number of leading parts to rotate.
     """
     cos = sin = None
     if rope is not None:
         cos, sin = (part.float()[:, None] for part in rope)
-        # With the sign of the turn in the sines, a turned head is x cos + roll(x) sin.
+        # With the sign folded into the sines, a rotated head is x cos + roll(x) sin.
         sin = torch.cat((-sin[..., : head_dim // 2], sin[..., head_dim // 2 :]), dim=-1)
     if x.device.type == "cpu":
         return _SplitHeads.apply(x, cos, sin, head_dim, counts, turned)
@@ -110,7 +105,7 @@ class _SplitHeads(torch.autograd.Function):
         heads = x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
         outputs = tuple(x.new_empty(len(x), count, x.shape[1], head_dim) for count in counts)
         parts = heads.split(counts, dim=1)
-        _turn(parts[:turned], outputs[:turned], cos, sin)
+        _rotate(parts[:turned], outputs[:turned], cos, sin)
         for part, output in zip(parts[turned:], outputs[turned:], strict=True):
             output.copy_(part)
         return outputs
@@ -122,18 +117,18 @@ class _SplitHeads(torch.autograd.Function):
         heads = d_x.unflatten(-1, (-1, gradients[0].shape[-1])).transpose(1, 2)
         parts = heads.split([part.shape[1] for part in gradients], dim=1)
         turned = ctx.turned
-        _turn(gradients[:turned], parts[:turned], cos, None if sin is None else -sin)  # the turn back
+        _rotate(gradients[:turned], parts[:turned], cos, None if sin is None else -sin)  # inverse rotation
         for part, gradient in zip(parts[turned:], gradients[turned:], strict=True):
             part.copy_(gradient)
         return d_x, None, None, None, None, None
 
 
-def _turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None) -> None:
-    """Write heads ``[B,H,S,E]``, turned, to tensors of these shapes."""
+def _rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None) -> None:
+    """Write heads ``[B,H,S,E]``, rotated, into tensors of the same shapes."""
     for source, target in zip(sources, targets, strict=True):
         assert cos is not None and sin is not None
         half = source.shape[-1] // 2
-        # One buffer for all blocks, so that it stays in the cache.
+        # One buffer for all blocks, so it stays in the cache.
         buffers = torch.empty(2, _block_size(source), *source.shape[1:])
         for part in _blocks(source):
             x, out = buffers[:, : len(source[part])]
@@ -146,11 +141,7 @@ def _turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | No
 
 
 def swiglu(both: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` (Shazeer, "GLU Variants Improve Transformer", 2020), ``[...,M]``.
-
-    Args:
-        both: gate and up, ``[...,2M]``.
-    """
+    """Return ``silu(gate) * up`` ``[...,M]`` of ``[...,2M]`` (Shazeer, "GLU Variants Improve Transformer", 2020)."""
     if both.device.type == "cpu":
         return _SwiGlu.apply(both)
     gate, up = both.chunk(2, dim=-1)
@@ -181,7 +172,6 @@ class _SwiGlu(torch.autograd.Function):
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """Yield parts of the first dimension."""
     size = _block_size(x)
     return (slice(start, start + size) for start in range(0, len(x), size))
 

@@ -1,4 +1,4 @@
-"""The last action dimension, whose meaning differs between datasets and simulators."""
+"""The gripper, as last action dimension: its meaning differs between datasets and simulators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Convention = Literal["as_is", "libero", "bridge"]
 
 
 def to_environment(actions: NDArray[np.float64], convention: Convention) -> NDArray[np.float64]:
-    """Return ``[...,A]`` with the gripper as the simulator wants it.
+    """Return actions ``[...,A]`` with the simulator's gripper values.
 
     Args:
-        actions: the last dimension is the model's: with ``libero`` and ``bridge`` 0 (closed) to 1 (open).
-        convention: ``libero`` gives ``-sign(2 g - 1)``, -1 open and +1 closed; ``bridge`` gives +1 open (above a
+        actions: model actions; with ``libero`` and ``bridge`` the gripper is 0 (closed) to 1 (open).
+        convention: ``libero`` gives ``-sign(2 g - 1)``, -1 open and +1 closed; ``bridge`` gives +1 open (above one
             half) and -1 closed; ``as_is`` changes nothing.
     """
     if convention == "as_is":
@@ -26,7 +26,7 @@ def to_environment(actions: NDArray[np.float64], convention: Convention) -> NDAr
 
 
 def to_model(actions: NDArray[np.float64], convention: Convention) -> NDArray[np.float64]:
-    """Return simulator actions ``[...,A]`` with the gripper from 0 (closed) to 1 (open) again, for imitation."""
+    """Return simulator actions ``[...,A]`` with the gripper mapped back to 0 (closed) to 1 (open), for imitation."""
     if convention == "as_is":
         return actions
     sign = -1.0 if convention == "libero" else 1.0

@@ -1,6 +1,6 @@
 """Heads that embodrl adds to a family's network: the critic, and others such as the noise of denoising steps.
 
-Each lives in a file of its own, so that the rest stays a plain checkpoint of its family.
+Each has its own file, so that the rest remains a plain checkpoint of its family.
 """
 
 from __future__ import annotations
@@ -32,18 +32,9 @@ def build_value_head(
     device: torch.device | str,
     generator: torch.Generator,
 ) -> ValueHead | None:
-    """Return the critic that a configuration asks for, from the checkpoint if that has one of the same shape.
+    """Return the configured critic, in float32, loaded from the checkpoint if it has one of the same shape.
 
-    Args:
-        config: section ``model``.
-        input_dim: size of the hidden state that it reads.
-        directory: of the checkpoint, or None.
-        report: filled in.
-        device: of the head, which is always float32.
-        generator: source of new weights.
-
-    Raises:
-        CheckpointError: its file is corrupt.
+    ``input_dim`` is the size of the hidden state it reads. Raises ``CheckpointError`` if the critic's file is corrupt.
     """
     if not config.add_value_head:
         ignore_head(directory, VALUE_HEAD_FILE, "model.add_value_head is false", report)
@@ -56,13 +47,13 @@ def build_value_head(
 
 
 def save_heads(directory: Path, value_head: ValueHead | FeatureTap | None) -> None:
-    """Write the critic, if there is one."""
+    """Write the critic, if any."""
     if value_head is not None and not isinstance(value_head, FeatureTap):
         write_safetensors(directory / VALUE_HEAD_FILE, value_head.state_dict())
 
 
 def ignore_head(directory: Path | None, name: str, reason: str, report: LoadReport) -> None:
-    """Note in the report that the file of a head is not used, if there is one."""
+    """Report a head's file, if any, as unused."""
     if directory is not None and (directory / name).is_file():
         report.ignored[name] = reason
 
@@ -76,40 +67,31 @@ def fill_head(
     device: torch.device | str,
     generator: torch.Generator,
 ) -> Head:
-    """Return a head, from ``{role}.safetensors`` if the checkpoint has it in the same shape; else with new weights.
+    """Load a head from ``{role}.safetensors`` if the checkpoint has it in the same shape; else draw new weights.
 
-    Args:
-        head: to fill.
-        role: what the head is called in reports.
-        mismatch: reason for the report where the file holds a whole head of another shape.
-        directory: of the checkpoint, or None.
-        report: filled in.
-        device: of the head, which is always float32.
-        generator: source of new weights.
-
-    Raises:
-        CheckpointError: its file is corrupt.
+    The head is always float32. ``mismatch`` is the reason reported for a valid head of another shape. Raises
+    ``CheckpointError`` if the file is corrupt.
     """
-    if torch.device(device).type != "meta":  # there, drawing would import torch's compiler
-        head.init_weights(generator)  # even if overwritten, so that later draws do not depend on the checkpoint
+    if torch.device(device).type != "meta":  # drawing on the meta device would import torch's compiler
+        head.init_weights(generator)  # even if overwritten, so later draws do not depend on the checkpoint
     name = f"{role}.safetensors"
     path = None if directory is None else checkpoint.place_of(name, directory, report) / name
     if path is not None and path.is_file():
         found = checkpoint.stored_shapes([path])
         wanted = {name: tuple(value.shape) for name, value in head.state_dict().items()}
-        # A whole head of another shape was made with other settings; names that are no whole head are damage.
-        if found == wanted or not _is_whole(found):
+        # A valid head of another shape was made with other settings; anything else is damage.
+        if found == wanted or not _is_mlp(found):
             checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
             return head
         report.ignored[path.name] = mismatch
-        logger.warning("%s is not used: %s; a new one is drawn", path, mismatch)
+        logger.warning("%s is not used: %s; initializing a new one", path, mismatch)
     for name in head.state_dict():
         report.initialized[f"{role}.{name}"] = "not in the checkpoint"
     return head
 
 
-def _is_whole(shapes: dict[str, tuple[int, ...]]) -> bool:
-    """Tell whether names and shapes are those of an MLP, each layer fitting the one before."""
+def _is_mlp(shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether names and shapes form an MLP with consistent layer sizes."""
     width: int | None = None
     left = dict(shapes)
     for stem in [*_numbered(left, "hidden"), *_numbered(left, "layers"), *(["out"] if "out.weight" in left else [])]:

@@ -1,4 +1,4 @@
-"""Image preparation for uint8 batches in torch, equal to Pillow's on any device.
+"""Image preparation of uint8 batches in torch, equal to Pillow's on any device.
 
 Shapes: B images, H x W pixels.
 """
@@ -22,26 +22,26 @@ _BICUBIC_A = -0.5
 
 
 def resize_bicubic(images: Tensor, height: int, width: int) -> Tensor:
-    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` as ``PIL.Image.resize(..., BICUBIC)`` does.
+    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` like ``PIL.Image.resize(..., BICUBIC)``.
 
-    Pillow filters along the width, rounds to 8 bits, then along the height, with coefficients in fixed point; here
-    the same integers go through float64 matrix products, which are exact at that size. (Newer versions of Pillow
-    begin with the height where that shrinks more; on such upright images results may differ by rounding.) Images that
-    have the size already are returned as they are.
+    Pillow filters along the width, rounds to 8 bits, then along the height, with fixed-point coefficients; here the
+    same integers go through float64 matrix products, which are exact at that size. (Newer Pillow versions filter the
+    height first if it shrinks more; such upright images may differ by rounding.) Images of the target size are returned
+    as is.
     """
     return _resize(images, height, width, _BICUBIC)
 
 
 def resize_bilinear(images: Tensor, height: int, width: int) -> Tensor:
-    """Resize as ``resize_bicubic``, with Pillow's filter BILINEAR."""
+    """Resize like ``resize_bicubic``, with Pillow's BILINEAR filter."""
     return _resize(images, height, width, _BILINEAR)
 
 
 def resize_area(images: Tensor, height: int, width: int) -> Tensor:
-    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` as ``cv2.resize(..., INTER_AREA)`` does, within 1 level.
+    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]`` like ``cv2.resize(..., INTER_AREA)``, within 1 level.
 
-    Where a side shrinks, a pixel is the mean of the area that it covers; where one grows, OpenCV interpolates linearly
-    instead, from positions that depend on areas, too.
+    Along a shrinking side a pixel is the mean of the area it covers; along a growing side OpenCV interpolates linearly,
+    from positions that also depend on areas.
     """
     if tuple(images.shape[1:3]) == (height, width):
         return images
@@ -55,14 +55,14 @@ def resize_area(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def center_crop(images: Tensor, side: int, rounds_down: bool) -> Tensor:
-    """Cut the middle ``uint8[B,side,side,3]``; an odd pixel is left below, or goes to the nearest even offset."""
+    """Cut the central ``uint8[B,side,side,3]``; an odd margin rounds down, or to the nearest even offset."""
     spare = images.shape[1] - side, images.shape[2] - side
     top, left = (size // 2 if rounds_down else round(size / 2.0) for size in spare)
     return images[:, top : top + side, left : left + side]
 
 
 def pad_to_square(images: Tensor) -> Tensor:
-    """Put ``uint8[B,H,W,3]`` in the middle of a black square, the thinner bar above or left."""
+    """Pad ``uint8[B,H,W,3]`` to a centred black square, with the thinner bar above or left."""
     height, width = images.shape[1:3]
     side = max(height, width)
     padded = images.new_zeros(len(images), side, side, 3)
@@ -73,15 +73,15 @@ def pad_to_square(images: Tensor) -> Tensor:
 
 
 def resize_lanczos(images: Tensor, height: int, width: int) -> Tensor:
-    """Resize as ``resize_bicubic``, with Pillow's filter LANCZOS of three lobes."""
+    """Resize like ``resize_bicubic``, with Pillow's LANCZOS filter (three lobes)."""
     return _resize(images, height, width, _LANCZOS)
 
 
 def jpeg_round_trip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return ``uint8[N,H,W,3]`` after compression as JPEG of quality 95 with colours at half the resolution.
+    """Return ``uint8[N,H,W,3]`` after JPEG compression at quality 95 with halved chroma resolution.
 
-    tf.io.encode_jpeg's defaults, by Pillow, which decodes with a more exact cosine transform: single values differ by a
-    few levels.
+    These are tf.io.encode_jpeg's defaults, but Pillow decodes with a more exact cosine transform than TensorFlow:
+    single values differ by a few levels.
     """
     from PIL import Image
 
@@ -94,10 +94,10 @@ def jpeg_round_trip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def crop_side_and_resize(images: Tensor, height: int, width: int, side: float) -> Tensor:
-    """Cut the middle of ``uint8[B,H,W,3]``, ``side`` of each side, and resize it to ``uint8[B,height,width,3]``.
+    """Cut the central ``side`` fraction of each side of ``uint8[B,H,W,3]`` and resize to ``uint8[B,height,width,3]``.
 
-    As the data configurations of GR00T N1.5 do with torchvision: CenterCrop to whole pixels rounded down, bilinear with
-    antialiasing in float32, and the fraction of a grey level cut off.
+    Like GR00T N1.5's data configurations with torchvision: CenterCrop to whole pixels rounded down, antialiased
+    bilinear filter in float32, fractions of a grey level truncated.
     """
     rows, columns = (int(size * side) for size in images.shape[1:3])
     top = round((images.shape[1] - rows) / 2.0)
@@ -108,11 +108,11 @@ def crop_side_and_resize(images: Tensor, height: int, width: int, side: float) -
 
 
 def resize_with_pad(images: Tensor, height: int, width: int, antialias: bool = True) -> Tensor:
-    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]``, keeping proportions, with black bars.
+    """Resize ``uint8[B,H,W,3]`` to ``uint8[B,height,width,3]``, keeping the aspect ratio, with black bars.
 
-    As openpi prepares images: Pillow's bilinear filter, sides rounded down, the picture in the middle and, where the
-    bars can't be equal, the thinner one above or left. Without ``antialias`` as lerobot: torch's bilinear interpolation
-    of the nearest pixels, here rounded to whole levels.
+    Like openpi: Pillow's bilinear filter, sides rounded down, image centred and, where bars can't be equal, the thinner
+    one above or left. Without ``antialias`` like lerobot: torch's bilinear interpolation of the nearest pixels, here
+    rounded to whole levels.
     """
     top, left, bottom, right = picture_box(images.shape[1], images.shape[2], height, width)
     resized = (_resize if antialias else _interpolate)(images, bottom - top, right - left, _BILINEAR)
@@ -124,7 +124,7 @@ def resize_with_pad(images: Tensor, height: int, width: int, antialias: bool = T
 
 
 def picture_box(rows: int, columns: int, height: int, width: int) -> tuple[int, int, int, int]:
-    """Return top, left, bottom and right of a picture of ``rows x columns`` after ``resize_with_pad``."""
+    """Return top, left, bottom and right of a ``rows x columns`` image after ``resize_with_pad``."""
     ratio = max(columns / width, rows / height)
     inner_height = int(rows / ratio)
     inner_width = int(columns / ratio)
@@ -134,10 +134,10 @@ def picture_box(rows: int, columns: int, height: int, width: int) -> tuple[int, 
 
 
 def center_crop_area(images: Tensor, area: float = 0.9) -> Tensor:
-    """Cut the middle ``area`` of ``uint8[B,H,W,3]`` and enlarge it bilinearly to the old size.
+    """Cut the central ``area`` of ``uint8[B,H,W,3]`` and enlarge it bilinearly to the original size.
 
-    The counterpart at inference of training with random crops of that area; corners of the crop map to corners of the
-    image, as in ``tf.image.crop_and_resize``.
+    This is the inference counterpart of training with random crops of that area. Crop corners map to image corners, as
+    in ``tf.image.crop_and_resize``.
     """
     batch, height, width, _ = images.shape
     scale = math.sqrt(area)
@@ -170,7 +170,7 @@ def _interpolate(images: Tensor, height: int, width: int, _: Kernel) -> Tensor:
 
 
 def _filter(images: Tensor, matrix: Tensor) -> Tensor:
-    """Apply the integer matrix to the last axis, in fixed point."""
+    """Apply an integer matrix to the last axis, in fixed point."""
     total = images.to(torch.float64) @ matrix.to(images.device).T
     half = float(1 << (_PRECISION_BITS - 1))
     return ((total + half) / float(1 << _PRECISION_BITS)).floor().clamp(0, 255).to(torch.uint8)
@@ -178,7 +178,7 @@ def _filter(images: Tensor, matrix: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _matrix(size: int, target: int, kernel: Kernel) -> Tensor:
-    """Return the filter ``float64[target,size]`` of whole numbers, in units of 2**-22."""
+    """Return the integer-valued filter ``float64[target,size]``, in units of 2**-22."""
     scale = size / target
     stretch = max(scale, 1.0)
     support = kernel.support * stretch
@@ -195,7 +195,7 @@ def _matrix(size: int, target: int, kernel: Kernel) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _area_matrix(size: int, target: int, shrinks: bool) -> Tensor:
-    """Return the filter ``float32[target,size]`` of OpenCV's INTER_AREA."""
+    """Return OpenCV's INTER_AREA filter ``float32[target,size]``."""
     scale = size / target
     matrix = np.zeros((target, size))
     for row in range(target):
@@ -221,18 +221,18 @@ def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _bilinear(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A triangle of unit half-width."""
+    """Triangle of unit half-width."""
     return np.maximum(1.0 - np.abs(x), 0.0)
 
 
 def _lanczos(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A sinc under the middle lobe of another, three times as wide."""
+    """Sinc windowed by the central lobe of a sinc three times as wide."""
     return np.where(np.abs(x) < 3.0, np.sinc(x) * np.sinc(x / 3.0), 0.0)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A filter in units of input pixels: its weight at a distance and the distance where it ends."""
+    """A resampling filter: weight by distance, and support, in input pixels."""
 
     weight: Callable[[NDArray[np.float64]], NDArray[np.float64]]
     support: float

@@ -1,11 +1,9 @@
 """Llama's decoder with the parameter names of transformers' LlamaForCausalLM.
 
-Not that class itself: it computes the last layer for every token, used or not, and makes many passes over activations
-larger than the cache of a core; at width 128 forward and backward take twice as long. Results are the same
-but for rounding (tested).
-
-Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Shapes: B batch, S tokens, D hidden size,
-H query heads, G key and value heads, E head dimension, M MLP units.
+transformers' class computes the last layer for every token, used or not, and makes many passes over activations larger
+than a core's cache; at width 128 its forward and backward take twice as long. Results are equal up to rounding
+(tested). Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Shapes: B batch, S tokens, D
+hidden size, H query heads, G key and value heads, E head dimension, M MLP units.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig
 
 FUSE_BELOW_WIDTH = 1024
-"""Up to here it pays to copy weights side by side, so that one product takes the place of several."""
+"""Below this width, concatenating weights for one product instead of several pays off."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class LlamaSpec:
         return self.hidden_size // self.num_attention_heads
 
     def public(self, causal: bool = True) -> LlamaConfig:
-        """Return the configuration of transformers."""
+        """Return the transformers configuration."""
         from transformers import LlamaConfig
 
         sizes: dict[str, Any] = asdict(self) | {"is_causal": causal}
@@ -57,7 +55,7 @@ class LlamaSpec:
 
 
 def rotary(positions: Tensor, spec: LlamaSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines ``[B,S,E]``, their halves equal, of ``positions int64[B,S]``.
+    """Return cosines and sines ``[B,S,E]``, with equal halves, of ``positions int64[B,S]``.
 
     Su et al., "RoFormer", 2021, equation 15; computed in float32.
     """
@@ -68,7 +66,7 @@ def rotary(positions: Tensor, spec: LlamaSpec, dtype: torch.dtype) -> tuple[Tens
 
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the type that a product with a weight is computed in."""
+    """Return the dtype in which a product with a weight is computed."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
@@ -82,7 +80,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """``[...,D]`` to ``[...,D]``, in the given type; None for that of ``x`` and the weight."""
+        """Normalise ``[...,D]``, in the given dtype; None for the dtype of ``x`` and the weight."""
         return rms_norm(x, self.weight, self.eps, dtype)
 
 
@@ -101,7 +99,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int) -> Tensor:
-        """``[B,S,D]`` to ``[B,S-first,D]``; see ``LlamaLayer``."""
+        """Map ``[B,S,D]`` to ``[B,S-first,D]``; see ``LlamaLayer``."""
         cos, sin = rope
         if first:
             (q,) = self._split((self.q_proj,), x[:, first:], (cos[:, first:], sin[:, first:]), 1)
@@ -113,11 +111,11 @@ class Attention(nn.Module):
     def _split(
         self, modules: tuple[nn.Linear, ...], x: Tensor, rope: tuple[Tensor, Tensor], turned: int
     ) -> tuple[Tensor, ...]:
-        """Return ``[B,H,S,E]`` of each module's heads; the first ``turned`` ones are turned."""
+        """Return each module's heads ``[B,H,S,E]``; the first ``turned`` modules get rotary positions."""
         if (weight := together(x, *modules)) is not None:
             counts = tuple(module.out_features // self.head_dim for module in modules)
             return split_heads(F.linear(x, weight), self.head_dim, counts, rope, turned)
-        outputs = [module(x) for module in modules]  # with tensor parallelism a part of the heads
+        outputs = [module(x) for module in modules]  # with tensor parallelism, this process's share of the heads
         return tuple(
             split_heads(out, self.head_dim, (out.shape[-1] // self.head_dim,), rope, int(place < turned))[0]
             for place, out in enumerate(outputs)
@@ -134,7 +132,6 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[...,D]`` to ``[...,D]``."""
         weight = together(x, self.gate_proj, self.up_proj)
         if weight is None:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -154,14 +151,14 @@ class LlamaLayer(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int = 0
     ) -> Tensor:
-        """Return the outputs ``[B,S-first,D]`` of the tokens from ``first`` on.
+        """Return the outputs ``[B,S-first,D]`` of tokens ``first`` onwards.
 
         Args:
             x: ``[B,S,D]``.
             rope: cosines and sines ``[B,S,E]`` (B may be 1).
-            mask: ``bool``, broadcastable to ``[B,1,S-first,S]``; None: all that ``causal`` lets a token see.
-            causal: without a mask, a token sees no later one; only if ``first`` is 0.
-            first: of the outputs.
+            mask: ``bool``, broadcastable to ``[B,1,S-first,S]``; None allows everything that ``causal`` allows.
+            causal: without a mask, a token sees no later one; requires ``first`` = 0.
+            first: first token to compute outputs for.
         """
         dtype = compute_dtype(x, self.mlp.down_proj.weight)
         attended = self.self_attn(self.input_layernorm(x, dtype), rope, mask, causal, first)
@@ -170,19 +167,14 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers and the final norm.
-
-    Args:
-        spec: dimensions.
-        causal: a token sees no later one.
-    """
+    """Embedding, layers and final norm; with ``causal`` a token sees no later one."""
 
     def __init__(self, spec: LlamaSpec, causal: bool) -> None:
         super().__init__()
         self.spec = spec
         self.causal = causal
         self.gradient_checkpointing = False
-        # The builder of the model initializes it: initializing on the meta device would import torch's compiler.
+        # Left to the model's builder: initializing on the meta device would import torch's compiler.
         weight = torch.empty(spec.vocab_size, spec.hidden_size)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(LlamaLayer(spec) for _ in range(spec.num_hidden_layers))
@@ -195,13 +187,13 @@ class LlamaModel(nn.Module):
         position_ids: Tensor | None = None,
         first: int = 0,
     ) -> Tensor:
-        """Return the hidden states ``[B,S-first,D]`` of the tokens from ``first`` on, after the final norm.
+        """Return the hidden states ``[B,S-first,D]`` of tokens ``first`` onwards, after the final norm.
 
         Args:
             inputs_embeds: ``[B,S,D]``.
-            attention_mask: ``bool[B,1,S or 1,S]``; None where every token sees all that the model lets it see.
+            attention_mask: ``bool[B,1,S or 1,S]``; None where all tokens see everything the model allows.
             position_ids: ``int64[B,S]``; None counts from 0.
-            first: no outputs of the tokens before are computed in the last layer.
+            first: first token that the last layer computes.
         """
         x = inputs_embeds
         length = inputs_embeds.shape[1]
@@ -223,12 +215,7 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """A language model; callers apply ``lm_head`` to the hidden states that they need logits of.
-
-    Args:
-        spec: dimensions.
-        causal: a token sees no later one.
-    """
+    """A language model; callers apply ``lm_head`` to the hidden states whose logits they need."""
 
     def __init__(self, spec: LlamaSpec, causal: bool = True) -> None:
         super().__init__()
@@ -238,13 +225,9 @@ class Llama(nn.Module):
 
 
 def last_rows(mask: Tensor | None, length: int, first: int, device: torch.device) -> Tensor:
-    """Return what the tokens from ``first`` on see, ``bool[B,1,S-first or 1,S]``; B may be 1.
+    """Return the rows ``bool[B,1,S-first or 1,S]`` of ``mask`` from token ``first``; B may be 1.
 
-    Args:
-        mask: ``bool[B,1,S or 1,S]``; None is causal.
-        length: S.
-        first: of the tokens.
-        device: of the result.
+    ``mask`` is ``bool[B,1,S or 1,S]``, or None for causal; ``length`` is S.
     """
     if mask is None:
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None, first:]
@@ -252,27 +235,27 @@ def last_rows(mask: Tensor | None, length: int, first: int, device: torch.device
 
 
 def together(x: Tensor, *modules: nn.Linear) -> Tensor | None:
-    """Return the weights of linear layers for the same ``x`` as one; None where they are large, or more than that."""
+    """Return the concatenated weights of linear layers that share ``x``; None if large, or not plain layers."""
     if x.shape[-1] >= FUSE_BELOW_WIDTH or not all(_is_plain(module) for module in modules):
         return None
     return torch.cat([module.weight for module in modules])
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer is its weight: without adapters, hooks, or parts in other processes."""
+    """Return whether a layer is just its weight: no adapters, hooks or shards in other processes."""
     hooked = module._forward_pre_hooks or module._forward_hooks
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked
 
 
 def token_positions(attention_mask: Tensor) -> Tensor:
-    """Return ``int64[B,S]``: each token's place among the tokens that are not padding."""
+    """Return each token's index ``int64[B,S]`` among the non-padding tokens."""
     return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def causal_mask(attention_mask: Tensor) -> Tensor:
-    """Return ``bool[B,1,S,S]``, True where the row may see the column: not later, and not padding.
+    """Return ``bool[B,1,S,S]``, True where the row may see the column: neither later nor padding.
 
-    A padding row sees itself, so that no softmax is over nothing.
+    A padding row sees itself, since a softmax over nothing is NaN.
     """
     length = attention_mask.shape[1]
     lower = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()

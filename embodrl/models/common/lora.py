@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al., "LoRA", 2021) on the linear layers of a policy, by way of peft.
+"""Low-rank adapters (Hu et al., "LoRA", 2021) on a policy's linear layers, through peft.
 
 A layer with weight ``W [out,in]`` then computes ``W x + scale * up (down x)`` with ``scale = alpha / rank``. Code that
-reads weights instead of calling layers takes them from ``linear_weight``.
+reads weights instead of calling layers uses ``linear_weight``.
 """
 
 from __future__ import annotations
@@ -29,54 +29,44 @@ from embodrl.storage.integrity import write_checksums
 ADAPTER = "default"
 MAX_DEFAULT_ALPHA = 16
 NETWORK = "model."
-"""Where a policy has the network of public checkpoints."""
+"""Name prefix, within a policy, of the network of public checkpoints."""
 OWN_HEADS = ("value_head", "noise_head")
 
 
 def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vision: bool = False) -> list[str]:
-    """Put float32 adapters on linear layers; nothing else trains afterwards, and outputs do not change yet.
+    """Add float32 adapters to linear layers and return their names; only adapters train afterwards.
 
-    Args:
-        policy: changed in place; its parameters of adapted layers are called ``NAME.base_layer.weight`` from then on.
-        config: rank, alpha, targets.
-        seed: seed of the adapters' first factor, normal with a standard deviation of 1/rank; the second one is 0.
-        freeze_vision: leave the vision backbone without adapters.
-
-    Returns:
-        Names of the adapted layers.
+    The first factor is normal with standard deviation 1/rank, the second 0, so outputs do not change yet. Parameters of
+    adapted layers are renamed ``NAME.base_layer.weight``.
 
     Raises:
         MissingDependencyError: peft is not installed.
-        EmbodrlError: a target is not the name of a linear layer that an output depends on.
+        EmbodrlError: a target matches no linear layer that affects an output.
     """
     peft = _peft()
     names = target_names(policy, config.target_modules, freeze_vision)
-    # The default alpha is that of OpenVLA's fine-tuning.
+    # The default alpha is OpenVLA's fine-tuning value.
     alpha = min(config.rank, MAX_DEFAULT_ALPHA) if config.alpha is None else config.alpha
     settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=names)
     device = policy.device
     is_meta = device.type == "meta"
-    peft.inject_adapter_in_model(settings, policy, ADAPTER, low_cpu_mem_usage=is_meta)  # it builds them on the CPU
+    peft.inject_adapter_in_model(settings, policy, ADAPTER, low_cpu_mem_usage=is_meta)  # peft builds them on the CPU
     generator = new_generator(device, seed)
     for name in names:
         layer: Any = policy.get_submodule(name)
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.float()
         if not is_meta:
-            # peft has drawn them from torch's global generator.
+            # peft drew them from torch's global generator.
             layer.lora_A[ADAPTER].weight.data.normal_(0.0, 1.0 / config.rank, generator=generator)
     return names
 
 
 @torch.no_grad()
 def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
-    """Give a policy's adapters the values of a checkpoint's; those of other layers are added to the weights.
+    """Continue training a checkpoint's kept adapters in the policy's own; merge those of other layers.
 
-    A scale that differs goes into the second factor, so that outputs are those of the checkpoint.
-
-    Args:
-        policy: policy with adapters of its own.
-        adapters: what their loading has ``kept``.
+    A different scale is folded into the second factor, so outputs match the checkpoint.
     """
     own: dict[nn.Module, Any] = {
         cast(nn.Module, layer.base_layer): layer for layer in policy.modules() if adapter_factors(layer) is not None
@@ -84,7 +74,7 @@ def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
     for module, adapter in list(adapters.kept.items()):
         weight = cast(Tensor, module.weight)
         if module not in own:
-            # The policy has no adapter there that could continue it, so it counts as merged.
+            # The policy has no adapter there to continue it, so it counts as merged.
             del adapters.kept[module]
             adapters.num_merged += 1
             if not weight.is_meta:
@@ -96,25 +86,24 @@ def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
 
 
 def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision: bool = False) -> list[str]:
-    """Return the full names of linear layers that adapters can be added to.
+    """Return the full names of linear layers that can have adapters, in a policy without adapters.
 
     Args:
-        policy: without adapters.
-        targets: last parts of names to choose; empty for all but the value head and the noise head. Layers with tied
-            weights have none.
-        freeze_vision: leave the vision backbone out.
+        policy: policy without adapters.
+        targets: last name parts to select; empty for all but the value and noise heads and layers with tied weights.
+        freeze_vision: exclude the vision backbone.
 
     Raises:
-        EmbodrlError: a target is not the name of such a layer; lists the nearest.
+        EmbodrlError: a target matches no such layer; lists the nearest.
     """
     parts = policy.parts()
     left_out = [parts[name] for name in OWN_HEADS if name in parts]
     if freeze_vision and "vision" in parts:
         left_out.append(parts["vision"])
     excluded = {id(parameter) for module in left_out for parameter in module.parameters()}
-    # Adapters of a layer would not reach the others that share its weight, and merging them would untie it.
+    # An adapter would not reach the other layers that share the weight, and merging it would untie them.
     excluded |= {id(policy.get_parameter(first)) for first, *_ in tied_parameters(policy)}
-    # No output depends on these, so that an adapter would never get a gradient.
+    # No output depends on these, so an adapter would never get a gradient.
     excluded |= {id(parameter) for parameter in policy.unused_parameters()}
     names = [
         name
@@ -135,7 +124,7 @@ def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision
 
 
 def adapter_factors(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return the factors ``down [rank,in]`` and ``up [out,rank]``, the scale in the second; None without an adapter."""
+    """Return the factors ``down [rank,in]`` and ``up [out,rank]``, scaled in ``up``; None without an adapter."""
     if not hasattr(layer, "lora_A"):
         return None
     adapted: Any = layer
@@ -143,26 +132,19 @@ def adapter_factors(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def linear_weight(layer: nn.Module, rows: slice = slice(None)) -> Tensor:
-    """Return rows of the weight that a linear layer multiplies with, its adapter included, with gradients.
-
-    The result ``[rows,in]`` has the precision of the more precise of weight and adapter.
-    """
+    """Return rows of a linear layer's effective weight, adapter included, with gradients and the more precise dtype."""
     weight = cast(Tensor, layer.weight)[rows]
     factors = adapter_factors(layer)
-    # W + scale * up @ down, the scale being part of the second factor.
+    # W + scale * up @ down; the scale is already in the second factor.
     return weight if factors is None else weight + factors[1][rows] @ factors[0]
 
 
 def merged_state_dict(module: nn.Module, deferred: bool = False) -> dict[str, Tensor]:
-    """Return ``state_dict()`` with the names of plain layers and the adapters added to their weights.
+    """Return ``state_dict()`` under plain layer names with adapters merged; the module is unchanged.
 
-    The module itself stays as it is. Merged weights are new tensors, on the CPU, and as precise as the more precise of
-    weight and adapter: rounded to bfloat16, a product of std 3e-5 would leave a third of its elements in weights of
-    0.02.
-
-    Args:
-        module: module with or without adapters.
-        deferred: merge a weight when it is written: in float32, all at once take twice the memory of a bf16 network.
+    Merged weights are new CPU tensors in the more precise dtype of weight and adapter: in bfloat16, weights of 0.02
+    would lose two thirds of the elements of a product of std 3e-5. ``deferred`` merges each weight when it is written;
+    all at once in float32 take twice the memory of a bf16 network.
     """
     merge = _merged_later if deferred else _merged
     adapted = {name: part for name, part in module.named_modules() if adapter_factors(part) is not None}
@@ -191,7 +173,7 @@ def _merged_later(layer: nn.Module) -> Tensor:
 
 
 def rounds_when_merged(policy: VLAPolicy) -> bool:
-    """Tell whether there are adapters over weights in half precision: added to these, most of them is lost."""
+    """Return whether adapters lie over half-precision weights, so that merging would round most of them away."""
     return any(
         factors is not None and cast(Tensor, layer.weight).dtype.itemsize < factors[0].dtype.itemsize
         for layer in policy.modules()
@@ -202,10 +184,7 @@ def rounds_when_merged(policy: VLAPolicy) -> bool:
 def save_adapters(policy: VLAPolicy, directory: Path, base: str) -> None:
     """Write adapters in peft's layout, and the value and noise heads, for ``model.lora_path``.
 
-    Args:
-        policy: policy with adapters.
-        directory: a new one.
-        base: their base model, as ``base_model_name_or_path`` is to name it.
+    ``base`` becomes ``base_model_name_or_path``.
 
     Raises:
         EmbodrlError: the policy has no adapters, or some outside of its public network.

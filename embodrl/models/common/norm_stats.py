@@ -1,7 +1,7 @@
-"""Statistics of a dataset: from environment units to what a model learns, and back.
+"""Dataset statistics: normalisation from environment units to model units, and back.
 
-``ActionStats`` is OpenVLA's (a mask, and clipping to [-1, 1]); ``MeanStd`` and ``Quantiles`` are openpi's, of actions
-and states alike.
+``ActionStats`` follows OpenVLA (a mask, and clipping to [-1, 1]); ``MeanStd`` and ``Quantiles`` follow openpi, for
+actions and states alike.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ logger = logging.getLogger(__name__)
 
 COMPUTE = "compute them: `embodrl sft sft.stats=data`, or `embodrl data stats` and model.stats_path"
 ROUNDING = 1e-6
-"""Relative; of numbers that went through float32."""
+"""Relative rounding error of numbers that passed through float32."""
 SMALLEST_MOVE = 1e-6
-"""Absolute, in environment units (metres, radians, or what is normalised to about 1): a micrometre or a microradian is
-less than robots' encoders resolve. What moves less is noise, and around 0 no noise is small relative to the values:
-normalised by a range of 1e-9, a thousandth of movement later would be a million."""
+"""Absolute, in environment units (metres, radians, or normalised to about 1): a micrometre or microradian is below the
+
+resolution of robot encoders. Smaller movements are noise, and around 0 no noise is small relative to the values:
+normalised by a range of 1e-9, a later movement of a thousandth would become a million.
+"""
 MAX_STATISTIC = 1e6
-"""Environment units are metres, radians, at most encoder ticks; beyond this a file is damaged."""
+"""Environment units are metres, radians, or at most encoder ticks; larger values mean a damaged file."""
 
 StatsSets = Mapping[str, Fields]
-"""Statistics by dataset or robot, as a checkpoint's files have them."""
+"""Statistics by dataset or robot, as in a checkpoint's files."""
 
 
 def stats_sets(fields: Fields) -> dict[str, Fields]:
-    """Return the sets of statistics in an object that has nothing else."""
+    """Return the sets of statistics in an object that contains only those."""
     return {name: fields.fields(name) for name in fields}
 
 
@@ -49,12 +51,12 @@ def stats_content(sets: StatsSets) -> dict[str, object]:
 
 
 def read_values(fields: Fields, name: str, low: float = -MAX_STATISTIC) -> NDArray[np.float64]:
-    """Return one number per dimension, ``float64[A]``, each finite and from ``low`` to ``MAX_STATISTIC``."""
+    """Return ``float64[A]``, one finite number per dimension between ``low`` and ``MAX_STATISTIC``."""
     return np.asarray(fields.numbers(name, low=low, high=MAX_STATISTIC), dtype=np.float64)
 
 
 def read_range(fields: Fields, low: str, high: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the ends of each dimension's range, ``float64[A]`` each; none may be reversed."""
+    """Return the low and high ends ``float64[A]`` of each dimension's range; a reversed range is refused."""
     lower = read_values(fields, low)
     upper = read_values(fields, high)
     if len(lower) != len(upper):
@@ -65,7 +67,7 @@ def read_range(fields: Fields, low: str, high: str) -> tuple[NDArray[np.float64]
 
 
 def read_mask(fields: Fields, length: int) -> NDArray[np.bool_]:
-    """Return ``mask``, ``bool[A]``: which dimensions are normalised; by default all."""
+    """Return ``mask bool[A]``, the normalised dimensions; by default all."""
     values = fields.items("mask", length) if "mask" in fields else [True] * length
     for index, value in enumerate(values):
         if value not in (0, 1):
@@ -74,27 +76,22 @@ def read_mask(fields: Fields, length: int) -> NDArray[np.bool_]:
 
 
 def is_constant(spread: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return of which dimensions the spread is nothing but noise, or rounding of values from ``low`` to ``high``.
+    """Return the dimensions whose spread is only noise, or rounding of values from ``low`` to ``high``.
 
-    Such a dimension is normalised by 1: by its spread, a thousandth of movement later would be thousands. Back from a
-    model it has its one value, whatever the model says, as the references have it up to their epsilons: a joint that
-    training never moved holds still.
+    Such a dimension is normalised by 1: divided by its spread, a later movement of a thousandth would become thousands.
+    Unnormalised it always has its one value, whatever the model outputs (as in the references, up to their epsilons): a
+    joint that never moved in training holds still.
     """
     return spread <= np.maximum(SMALLEST_MOVE, ROUNDING * np.maximum(np.abs(low), np.abs(high)))
 
 
 def unsaid(values: NDArray[np.floating], constant: NDArray[np.bool_], said: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which of ``values [...,A]`` are in a constant dimension, and not what it always says (``said [A]``)."""
+    """Return which of ``values [...,A]`` are in a constant dimension and differ from its value ``said [A]``."""
     return constant & (np.abs(np.asarray(values, np.float64) - said) > ROUNDING * (1.0 + np.abs(said)))
 
 
 def note_still(constant: NDArray[np.bool_], where: str) -> None:
-    """Say which action dimensions a policy holds still, by its statistics.
-
-    Args:
-        constant: ``bool[A]``, those that never moved in training.
-        where: the statistics.
-    """
+    """Log the action dimensions ``constant bool[A]`` that a policy holds still; ``where`` names the statistics."""
     if constant.any():
         still = np.flatnonzero(constant).tolist()
         logger.info("%s: action dimensions %s are constant: the policy holds them still", where, still)
@@ -105,9 +102,9 @@ class ActionStats:
     """Quantiles of each action dimension.
 
     Attributes:
-        key: name of the dataset.
+        key: dataset name.
         q01, q99: ``float64[A]``, in environment units.
-        mask: ``bool[A]``; False passes a dimension through (a gripper, as a rule).
+        mask: ``bool[A]``; False leaves a dimension unchanged (normally the gripper).
     """
 
     key: str
@@ -129,7 +126,7 @@ class ActionStats:
         return np.clip(self._scaled(actions), -1.0, 1.0)
 
     def outside(self, actions: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which values ``normalize`` clips, or whose dimension has no range and another value; ``[...,A]``."""
+        """Return the values ``[...,A]`` that ``normalize`` clips, or that differ from a dimension's constant value."""
         differs = unsaid(actions, self.constant, self.q01)
         return np.where(self.constant, differs, np.abs(self._scaled(actions)) > 1.0 + ROUNDING)
 
@@ -141,22 +138,20 @@ class ActionStats:
 
     @property
     def constant(self) -> NDArray[np.bool_]:
-        """``bool[A]``, which dimensions are normalised and have no range."""
+        """Normalised dimensions without a range, ``bool[A]``."""
         return self.mask & is_constant(self.q99 - self.q01, self.q01, self.q99)
 
 
 def identity_stats(action_dim: int) -> dict[str, dict[str, object]]:
-    """Return statistics (config.json layout) that leave actions of [-1, 1] as they are."""
+    """Return statistics (config.json layout) that leave actions in [-1, 1] unchanged."""
     return {"action": {"q01": [-1.0] * action_dim, "q99": [1.0] * action_dim, "mask": [True] * action_dim}}
 
 
 @dataclass(frozen=True)
 class MeanStd:
-    """Normalisation to mean 0 and standard deviation 1.
+    """Normalisation to mean 0 and standard deviation 1; ``float64[A]`` in environment units.
 
-    Attributes:
-        mean, std: ``float64[A]``, in environment units.
-        eps: added to ``std``.
+    ``eps`` is added to ``std``.
     """
 
     mean: NDArray[np.float64]
@@ -168,7 +163,7 @@ class MeanStd:
         return (np.asarray(values, dtype=np.float64) - self.mean) / self._scale
 
     def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return what ``normalize`` does, infinite where ``unnormalize`` can't give the value back; ``[...,A]``."""
+        """Return ``normalize(values)``, but infinite where ``unnormalize`` can't restore the value; ``[...,A]``."""
         return np.where(unsaid(values, self.constant, self.mean), np.inf, self.normalize(values))
 
     def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -177,7 +172,7 @@ class MeanStd:
 
     @property
     def constant(self) -> NDArray[np.bool_]:
-        """``bool[A]``, which dimensions have no deviation."""
+        """Dimensions without deviation, ``bool[A]``."""
         return is_constant(self.std, self.mean, self.mean)
 
     @property
@@ -187,11 +182,9 @@ class MeanStd:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Normalisation of the range between two quantiles to [-1, 1], without clipping.
+    """Normalisation of a quantile range to [-1, 1], without clipping; ``float64[A]`` in environment units.
 
-    Attributes:
-        q01, q99: ``float64[A]``, in environment units.
-        eps: added to the range.
+    ``eps`` is added to the range.
     """
 
     q01: NDArray[np.float64]
@@ -199,20 +192,20 @@ class Quantiles:
     eps: float = 1e-6
 
     def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return ``2 (values - q01) / (q99 - q01 + eps) - 1``, with 1 for the range of a constant; ``[...,A]``."""
+        """Return ``2 (values - q01) / (q99 - q01 + eps) - 1``, with range 1 for a constant dimension; ``[...,A]``."""
         return (np.asarray(values, dtype=np.float64) - self.q01) / self._span * 2.0 - 1.0
 
     def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return what ``normalize`` does, infinite where ``unnormalize`` can't give the value back; ``[...,A]``."""
+        """Return ``normalize(values)``, but infinite where ``unnormalize`` can't restore the value; ``[...,A]``."""
         return np.where(unsaid(values, self.constant, self.q01), np.inf, self.normalize(values))
 
     def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the inverse, ``(values + 1) (q99 - q01 + eps) / 2 + q01``, of a constant ``q01``; ``[...,A]``."""
+        """Return the inverse, ``(values + 1) (q99 - q01 + eps) / 2 + q01``; ``q01`` if constant; ``[...,A]``."""
         return np.where(self.constant, self.q01, (values + 1.0) / 2.0 * self._span + self.q01)
 
     @property
     def constant(self) -> NDArray[np.bool_]:
-        """``bool[A]``, which dimensions have no range."""
+        """Dimensions without a range, ``bool[A]``."""
         return is_constant(self.q99 - self.q01, self.q01, self.q99)
 
     @property
@@ -221,13 +214,13 @@ class Quantiles:
 
 
 def choose_key(keys: Collection[str], key: str | None, source: str, kind: str = "action statistics") -> str:
-    """Return which of the sets of statistics to use.
+    """Return the key of the statistics to use.
 
     Args:
-        keys: the sets that there are.
-        key: which; ``key + "_no_noops"`` is tried second; None takes the only one.
-        source: named in errors.
-        kind: what the keys name.
+        keys: available sets.
+        key: requested key; ``key + "_no_noops"`` is tried second; None takes the only one.
+        source: file or checkpoint to name in errors.
+        kind: what the keys stand for, for errors.
 
     Raises:
         CheckpointError: no such key, or several and none chosen.
@@ -255,11 +248,10 @@ def choose_key(keys: Collection[str], key: str | None, source: str, kind: str = 
 
 
 def choose_stats(sets: StatsSets, key: str | None, action_dim: int, source: str) -> ActionStats:
-    """Return the action statistics of that key; ``key + "_no_noops"`` is tried second, None takes the only one.
+    """Return the action statistics of a key; see ``choose_key``.
 
     Raises:
-        CheckpointError: no such key, several keys and none chosen, another number of dimensions than ``action_dim``,
-            or an invalid value.
+        CheckpointError: see ``choose_key``; or another number of dimensions, or an invalid value.
     """
     key = choose_key(sets, key, source)
     action = sets[key].fields("action")
@@ -276,7 +268,7 @@ def choose_stats(sets: StatsSets, key: str | None, action_dim: int, source: str)
 
 
 def given_stats(config: ModelConfig) -> RobotStatistics | None:
-    """Return the statistics of ``model.stats_path``; None without.
+    """Return the statistics of ``model.stats_path``; None if unset.
 
     Raises:
         FileDamagedError: the file is invalid.
@@ -299,16 +291,13 @@ _KEPT = {"openvla": ("mean", "std", "min", "max", "q01", "q99"), "openpi": ("mea
 
 
 def given_sets(config: ModelConfig, layout: Literal["openvla", "openpi", "gr00t"], name: str = "") -> dict[str, Fields]:
-    """Return the statistics of ``model.stats_path`` as the one set of a checkpoint; nothing without.
+    """Return the statistics of ``model.stats_path`` as a checkpoint's only set; empty if unset. See ``given_stats``.
 
     Args:
-        config: section ``model``; ``unnorm_key`` names the set, which by default has the file's name for the robot.
-        layout: ``openvla`` (dataset_statistics.json; with a gripper convention the last action dimension is not
-            masked in, as in the public files), ``openpi`` (norm_stats.json), or ``gr00t`` (metadata.json).
-        name: in place of the file's.
-
-    Raises:
-        CheckpointError, FileDamagedError: see ``given_stats``.
+        config: section ``model``; ``unnorm_key`` names the set, by default the file's robot name.
+        layout: ``openvla`` (dataset_statistics.json; with a gripper convention the mask excludes the last action
+            dimension, as in the public files), ``openpi`` (norm_stats.json), or ``gr00t`` (metadata.json).
+        name: overrides the file's robot name.
     """
     given = given_stats(config)
     if given is None:

@@ -1,4 +1,4 @@
-"""A small network that judges observations: a value function, which tells progress, or a success classifier; its files.
+"""A small network that judges observations, as value function (progress) or success classifier, and its files.
 
 Shapes: B batch, K outputs.
 """
@@ -26,20 +26,13 @@ from embodrl.storage.tensor_files import load_tensors
 
 WEIGHTS = "model.safetensors"
 KINDS = {"value": 201, "success": 1}
-"""What a model says, and its outputs K: logits of 201 bins, or one logit."""
+"""Kind of model -> number of outputs K: logits of 201 bins, or one logit."""
 HIDDEN = 128
 ROWS_AT_ONCE = 256
 
 
 class ObservationModel(nn.Module):
-    """A kind of judgement, the instructions that it knows, statistics of the state, and the network.
-
-    Args:
-        kind: one of ``KINDS``.
-        spec: what it looks at.
-        instructions: that it tells apart.
-        facts: what is recorded with it, as JSON.
-    """
+    """A network with its kind (one of ``KINDS``), known instructions, state statistics, and JSON facts to record."""
 
     state_mean: Tensor
     state_std: Tensor
@@ -64,7 +57,7 @@ class ObservationModel(nn.Module):
         return self.out(F.relu(self.hidden(self.net({**inputs, STATE: state}))))
 
     def standardize(self, state: Tensor) -> None:
-        """Take the statistics of states ``float32[B,S]`` from here on; numbers that never change are left out."""
+        """Set the normalisation to the statistics of states ``float32[B,S]``; constant dimensions become 0."""
         if self.spec.state_dim:
             self.state_mean = state.mean(0)
             std = state.std(0, correction=0)
@@ -72,18 +65,18 @@ class ObservationModel(nn.Module):
 
     @property
     def threshold(self) -> float:
-        """From this probability on a success classifier says yes."""
+        """Probability above which a success classifier says yes."""
         found = self.facts.get("threshold")
         return float(found) if isinstance(found, int | float) else 0.5
 
     @property
     def centers(self) -> Tensor:
-        """Of the bins of values, ``float32[201]``: -1 to 0."""
+        """Centres of the value bins, ``float32[201]``: -1 to 0."""
         return torch.linspace(-1.0, 0.0, KINDS["value"])
 
     @torch.no_grad()
     def judge(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B]``: the expected value from -1 to 0, or the probability of success."""
+        """Return ``float32[B]``: the expected value, -1 to 0, or the success probability."""
         rows = len(inputs[STATE])
         parts = [
             self({name: column[start : start + ROWS_AT_ONCE] for name, column in inputs.items()})
@@ -95,10 +88,9 @@ class ObservationModel(nn.Module):
     def inputs(
         self, images: NDArray[np.uint8], state: NDArray[np.float32], instructions: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return inputs of observations ``uint8[B,V,H,W,3]`` and ``float32[B,S]``.
+        """Return network inputs from images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
 
-        Raises:
-            EmbodrlError: they are not of the environment that the model was trained for.
+        Raises ``EmbodrlError`` if they do not match the environment that the model was trained on.
         """
         spec = self.spec
         unknown = [text for text in instructions if text not in self.instructions]
@@ -115,11 +107,7 @@ class ObservationModel(nn.Module):
         return network_inputs(spec, images, state, numbers)
 
     def save(self, directory: Path) -> None:
-        """Write config.json, weights and checksums; the directory appears, or is replaced, as a whole.
-
-        Raises:
-            OutputError: it can't be written.
-        """
+        """Write config.json, weights and checksums atomically."""
         content = {
             "model_type": REWARD_MODEL,
             "kind": self.kind,
@@ -132,16 +120,12 @@ class ObservationModel(nn.Module):
 
     @classmethod
     def load(cls, directory: Path) -> ObservationModel:
-        """Return the model in a directory.
-
-        Raises:
-            CheckpointError: it is none, or damaged.
-        """
+        """Load the model in a directory; raise ``CheckpointError`` if it is missing or damaged."""
         fields = read_file(directory / CONFIG_FILE)
         kind = fields.text("kind", "")
         if fields.text("model_type", "") != REWARD_MODEL or kind not in KINDS:
             raise CheckpointError(
-                f"{directory} is no reward model or value function of embodrl",
+                f"{directory} is not a reward model or value function of embodrl",
                 "give a directory of `embodrl reward train`",
                 code="observation-model-kind",
             )
@@ -161,14 +145,7 @@ class ObservationModel(nn.Module):
 def network_inputs(
     spec: ObservationSpec, images: NDArray[np.uint8], state: NDArray[np.float32], tasks: Tensor
 ) -> dict[str, Tensor]:
-    """Return the inputs of an ``ObservationNet``.
-
-    Args:
-        spec: what the network looks at.
-        images: ``uint8[B,V,H,W,3]``.
-        state: ``float32[B,S]``.
-        tasks: numbers of the instructions, ``int64[B]``.
-    """
+    """Return ``ObservationNet`` inputs from ``uint8[B,V,H,W,3]``, ``float32[B,S]`` and task indices ``int64[B]``."""
     inputs = {STATE: torch.from_numpy(np.ascontiguousarray(state[:, : spec.state_dim])), TASK: tasks}
     if spec.num_cameras:
         side = spec.image_size

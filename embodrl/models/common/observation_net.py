@@ -1,6 +1,6 @@
-"""Small networks that look at observations: the encoder of critics, value functions and reward models.
+"""Small observation networks: encoders of critics, value functions and reward models.
 
-Shapes: B batch, V cameras, H picture side, S state dimensions, F features.
+Shapes: B batch, V cameras, H image side, S state dimensions, F features.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from embodrl.models.common.init import init_matrix
 IMAGES = "images"
 STATE = "state"
 TASK = "task"
-"""Inputs of ``ObservationNet``."""
+"""Input names of ``ObservationNet``."""
 
 
 class Cnn(nn.Module):
-    """Convolutions of stride 2, a linear layer and a norm: ``uint8[B,V,H,H,3]`` to ``float32[B,feature_dim]``."""
+    """Stride-2 convolutions, a linear layer and a norm: ``uint8[B,V,H,H,3]`` to ``float32[B,feature_dim]``."""
 
     def __init__(self, num_cameras: int, image_size: int, channels: Sequence[int], feature_dim: int) -> None:
         super().__init__()
@@ -43,18 +43,18 @@ class Cnn(nn.Module):
 
 
 LARGEST_IMAGE = 64
-"""H of larger pictures."""
+"""Images larger than this are scaled to this H."""
 
 
 @dataclass(frozen=True)
 class ObservationSpec:
-    """What an ``ObservationNet`` looks at.
+    """Dimensions of an ``ObservationNet``'s inputs.
 
     Attributes:
-        num_cameras: V; 0 looks at no pictures.
+        num_cameras: V; 0 for no images.
         state_dim: S.
-        num_tasks: instructions that it tells apart.
-        image_size: H, which pictures are brought to.
+        num_tasks: number of distinct instructions.
+        image_size: H, to which images are resized.
     """
 
     num_cameras: int
@@ -64,12 +64,9 @@ class ObservationSpec:
 
 
 class ObservationNet(nn.Module):
-    """Pictures through a CNN, the state as it is, and an embedding of the task: ``float32[B,F]``.
+    """CNN image features, the raw state and a task embedding, concatenated: ``float32[B,F]``, F = ``num_features``.
 
-    Its inputs are ``images uint8[B,V,H,H,3]`` (with cameras), ``state float32[B,S]`` and ``task int64[B]``.
-
-    Attributes:
-        num_features: F.
+    Inputs are ``images uint8[B,V,H,H,3]`` (with cameras), ``state float32[B,S]`` and ``task int64[B]``.
     """
 
     channels = (16, 32, 64, 64)
@@ -86,7 +83,6 @@ class ObservationNet(nn.Module):
         self.num_features = spec.state_dim + seen + (self.task_dim if self.task is not None else 0)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 init_matrix(module.weight, generator, math.sqrt(2.0))

@@ -1,4 +1,4 @@
-"""Dimensions and patch embeddings of vision transformers. Without transformers, whose models take 2.5 s to import.
+"""Dimensions and patch embeddings of vision transformers. Avoids transformers, whose models take 2.5 s to import.
 
 Shapes: B images, N patches, D width.
 """
@@ -26,7 +26,7 @@ class SiglipSpec:
 
     @property
     def grid(self) -> int:
-        """Patches along a side."""
+        """Patches per side."""
         return self.image_size // self.patch_size
 
     @property
@@ -36,13 +36,13 @@ class SiglipSpec:
 
 
 SO400M_224 = SiglipSpec(224, 14, 1152, 27, 16, 4304)
-"""Alabdulmohsin et al., "Getting ViT in Shape", 2023, with 224 pixels and patches of 14."""
+"""Alabdulmohsin et al., "Getting ViT in Shape", 2023, at 224 pixels with patches of 14."""
 
 
 def embed_patches(pixels: Tensor, convolution: nn.Conv2d) -> Tensor:
-    """Return ``convolution``, whose stride is its kernel, of ``[B,3,H,W]`` as ``[B,N,D]``.
+    """Apply ``convolution``, whose stride equals its kernel, to ``[B,3,H,W]``; return ``[B,N,D]``.
 
-    Such a convolution is a matrix product; written as one it is several times faster on CPU.
+    As a matrix product it is several times faster on CPU.
     """
     size = convolution.kernel_size[0]
     batch, channels, height, width = pixels.shape

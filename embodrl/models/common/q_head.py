@@ -1,4 +1,4 @@
-"""Critics of off-policy algorithms: an ensemble of MLPs on features and a chunk of actions.
+"""Critics of off-policy algorithms: an ensemble of MLPs on features and an action chunk.
 
 Shapes: E critics, B batch, F features, C actions in a chunk, A action dimensions.
 """
@@ -15,13 +15,9 @@ from torch.nn import functional as F
 
 
 class QEnsemble(nn.Module):
-    """E ReLU MLPs side by side, in float32; LayerNorm, if any, before each ReLU as in RLPD (arXiv 2302.02948, 4.2).
+    """``num_q`` (E) parallel ReLU MLPs in float32, with input size F + C A.
 
-    Args:
-        num_q: E.
-        input_dim: F + C A.
-        hidden_sizes: hidden units.
-        layer_norm: normalise what goes into each ReLU.
+    ``layer_norm`` normalises each ReLU's input, as in RLPD (arXiv 2302.02948, 4.2).
     """
 
     def __init__(self, num_q: int, input_dim: int, hidden_sizes: Sequence[int], layer_norm: bool) -> None:
@@ -34,14 +30,14 @@ class QEnsemble(nn.Module):
         self.shifts = nn.ParameterList(torch.zeros(num_q, 1, size) for size in hidden)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw every critic on its own: weights and biases uniform in +-1/sqrt(fan_in), as torch's linear layers."""
+        """Draw each critic independently: weights and biases uniform in +-1/sqrt(fan_in), torch's linear default."""
         for weight, bias in zip(self.weights, self.biases, strict=True):
             bound = 1.0 / math.sqrt(weight.shape[1])
             weight.data.uniform_(-bound, bound, generator=generator)
             bias.data.uniform_(-bound, bound, generator=generator)
 
     def forward(self, features: Tensor, actions: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """``float32[B,F]`` and ``float32[B,C,A]`` to values ``float32[E,B]``; ``chosen`` critics only, if given."""
+        """Map ``float32[B,F]`` and ``float32[B,C,A]`` to values ``float32[E,B]``; only ``chosen`` critics, if given."""
 
         def part(parameter: Tensor) -> Tensor:
             return parameter if chosen is None else parameter[chosen]

@@ -1,6 +1,6 @@
-"""Distributions over action bins: the same functions serve rollout and training, so that log-probs agree.
+"""Distributions over action bins; rollout and training share these functions, so that log-probs agree.
 
-All take the logits of the action bins only, divide by the temperature, keep the top k, and normalise in float32.
+All take the action bins' logits only, divide by the temperature, keep the top k, and normalise in float32.
 Shapes: K bins.
 """
 
@@ -17,13 +17,13 @@ from embodrl.types import SamplingParams
 
 
 def log_distribution(logits: Tensor, sampling: SamplingParams, taken: Tensor | None = None) -> Tensor:
-    """Return ``float32[...,K]`` log-probabilities; bins outside the top k have -inf.
+    """Return log-probabilities ``float32[...,K]``; bins outside the top k have -inf.
 
     Args:
         logits: ``[...,K]``.
         sampling: temperature and top k.
-        taken: ``int64[...]`` bins that stay in the support even if they have since left the top k, so that the ratio
-            of a stored action is never 0/0.
+        taken: bins ``int64[...]`` that stay in the support even after leaving the top k, so that the ratio of a stored
+            action is never 0/0.
     """
     scaled = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scaled.shape[-1]:
@@ -57,14 +57,14 @@ def draw(logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tens
 
 
 def expected(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return bins ``int64[...]``: the nearest to the mean of the distribution, whose bins have an order."""
+    """Return bins ``int64[...]`` nearest to the mean of the distribution; bins are ordered."""
     probabilities = log_distribution(logits, sampling).exp()
     bins = torch.arange(logits.shape[-1], dtype=probabilities.dtype, device=logits.device)
     return (probabilities * bins).sum(dim=-1).round().long()
 
 
 def exponential_noise(shape: Sequence[int], generator: RandomSource | None, device: torch.device) -> Tensor:
-    """Return draws ``float32`` from Exp(1), made on the generator's device, for sampling by ``argmax(p / noise)``."""
+    """Return ``float32`` draws from Exp(1), made on the generator's device, for sampling by ``argmax(p / noise)``."""
     source = device if generator is None else generator.device
 
     def draw(size: list[int], one: torch.Generator | None) -> Tensor:
@@ -75,14 +75,14 @@ def exponential_noise(shape: Sequence[int], generator: RandomSource | None, devi
 
 @functools.lru_cache(maxsize=8)
 def smoothed_targets(num_bins: int, sigma: float, device: torch.device) -> Tensor:
-    """Return ``float32[K,K]``: row k is a Gaussian around k of deviation sigma in bins, cut off and renormalised."""
+    """Return ``float32[K,K]``: row k is a truncated, renormalised Gaussian around k with deviation sigma, in bins."""
     bins = torch.arange(num_bins, dtype=torch.float64)
     weights = torch.exp(-0.5 * ((bins[None] - bins[:, None]) / sigma) ** 2)
     return (weights / weights.sum(dim=1, keepdim=True)).float().to(device)
 
 
 def standard_normal(shape: Sequence[int], generator: RandomSource | None, device: torch.device, dim: int = 0) -> Tensor:
-    """Return ``float32`` draws made on the generator's device; ``dim`` is the axis of the batch."""
+    """Return ``float32`` draws made on the generator's device; ``dim`` is the batch axis."""
     source = device if generator is None else generator.device
 
     def draw(size: list[int], one: torch.Generator | None) -> Tensor:

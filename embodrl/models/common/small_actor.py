@@ -1,7 +1,4 @@
-"""Which small actor a policy has on top of it: that of the configuration or of its checkpoint.
-
-The actors themselves are registered in ``embodrl.specs.SMALL_ACTORS``.
-"""
+"""Choice of a policy's small actor, from the configuration or the checkpoint; see ``embodrl.specs.SMALL_ACTORS``."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ ACTOR_CONFIG = "small_actor.json"
 
 
 def actor_of(config: ModelConfig) -> tuple[SmallActorConfig, Path | None]:
-    """Return the small actor that a configuration or its checkpoint has, and the checkpoint's directory if that has it.
+    """Return the small actor of a configuration or its checkpoint, and the checkpoint's directory if it has the actor.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its actor is not the one that is configured.
-        PolicyFileError: its settings are damaged.
+        CheckpointError: no such checkpoint, or its actor differs from the configured one.
+        PolicyFileError: the actor's settings are damaged.
     """
     wanted = config.small_actor
     directory = Path(config.model_path or config.warm_start or "builtin").expanduser()

@@ -1,4 +1,4 @@
-"""Prompts to token ids, with the tokenizer.json of a checkpoint or the small one that embodrl ships."""
+"""Prompts to token ids, with a checkpoint's tokenizer.json or the small one that embodrl ships."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from embodrl.errors import CheckpointError, PolicyFileError
 
 BLANK = "\u2581"
-"""SentencePiece's lone space, with which OpenVLA's prompts end."""
+"""SentencePiece's lone space, which ends OpenVLA's prompts."""
 TINY_TOKENIZER = Path(__file__).parent / "tiny_tokenizer.json"
 
 
@@ -17,11 +17,7 @@ MAX_BYTES = 256 * 2**20
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json, without its padding and truncation.
-
-    Raises:
-        PolicyFileError: no such file, or not a tokenizer.
-    """
+    """Return the tokenizer of a tokenizer.json without padding and truncation; raise ``PolicyFileError`` if invalid."""
     if not path.is_file():
         raise PolicyFileError(f"{path} does not exist", "a checkpoint needs the tokenizer.json of its language model")
     if path.stat().st_size > MAX_BYTES:
@@ -36,7 +32,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer that is kept as tokenizer.json."""
+    """A tokenizer stored as tokenizer.json."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,15 +48,9 @@ class FileTokenizer:
 
 
 class PromptTokenizer(FileTokenizer):
-    """A tokenizer whose every sequence begins with BOS and ends with a fixed id.
+    """A tokenizer (tokenizer.json) whose sequences begin with ``bos_id`` and end with ``prompt_end_id``.
 
-    Args:
-        path: a tokenizer.json.
-        bos_id: first id of a sequence.
-        prompt_end_id: last id of a sequence; appended where the text does not end with it.
-
-    Raises:
-        CheckpointError: no such file, or not a tokenizer.
+    The last id is appended if the text does not end with it. Raises ``CheckpointError`` if the file is invalid.
     """
 
     def __init__(self, path: Path, bos_id: int, prompt_end_id: int) -> None:
@@ -77,7 +67,7 @@ class PromptTokenizer(FileTokenizer):
         blank = self._tokenizer.token_to_id(BLANK)
         if blank is not None and blank != prompt_end_id:
             raise CheckpointError(
-                f"{path}: the token {BLANK} is {blank}, and the model's prompts end with it as {prompt_end_id}",
+                f"{path}: the token {BLANK} is {blank}, but the model's prompts end with it as {prompt_end_id}",
                 "use the model's own tokenizer",
                 code="tokenizer-mismatch",
             )
@@ -95,7 +85,7 @@ class PromptTokenizer(FileTokenizer):
 
 
 def tiny_prompt_end_id() -> int:
-    """Return the id of a lone space in the shipped tokenizer, which stands for Llama's 29871."""
+    """Return the shipped tokenizer's id of a lone space, which stands for Llama's 29871."""
     token = Tokenizer.from_file(str(TINY_TOKENIZER)).token_to_id("\u0120")
     assert token is not None
     return token

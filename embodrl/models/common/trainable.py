@@ -1,4 +1,4 @@
-"""Which parameters of a policy train: the settings ``model.trainable`` and ``model.freeze_vision``."""
+"""Selection of trainable parameters: ``model.trainable`` and ``model.freeze_vision``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ from embodrl.models.common.lora import OWN_HEADS, add_adapters
 
 
 def apply_trainable(policy: VLAPolicy, config: ModelConfig, *, seed: int) -> None:
-    """Set ``requires_grad`` of every parameter, after adding adapters where ``trainable`` is ``lora``.
+    """Set ``requires_grad`` of every parameter, after adding adapters if ``trainable`` is ``lora``.
 
-    The value head and the noise head always train, parameters that no output depends on never do.
-
-    Args:
-        policy: changed in place.
-        config: section ``model``.
-        seed: of new adapters.
+    Value and noise heads always train; parameters that affect no output never do. ``seed`` is for new adapters.
 
     Raises:
         MissingDependencyError: ``lora`` without peft.
-        EmbodrlError: the policy has no such part, or a target of ``lora`` is not the name of a layer.
+        EmbodrlError: the policy lacks such a part, or a ``lora`` target matches no layer.
     """
     parts = policy.parts()
     unused = policy.unused_parameters()

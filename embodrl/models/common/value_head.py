@@ -17,7 +17,7 @@ LAST_LAYER_STD = 0.02
 
 
 class DrawnHead(nn.Module, ABC):
-    """A head that draws its own first weights."""
+    """A head that draws its own initial weights."""
 
     @abstractmethod
     def init_weights(self, generator: torch.Generator) -> None:
@@ -25,13 +25,7 @@ class DrawnHead(nn.Module, ABC):
 
 
 class ValueHead(DrawnHead):
-    """GELU MLP without a bias in its last layer, in float32 whatever the precision of its input.
-
-    Args:
-        input_dim: D.
-        hidden_sizes: hidden units.
-        output_dim: values per row.
-    """
+    """GELU MLP without bias in its last layer, always in float32; ``input_dim`` is D, ``output_dim`` values per row."""
 
     def __init__(self, input_dim: int, hidden_sizes: Sequence[int], output_dim: int) -> None:
         super().__init__()
@@ -40,7 +34,7 @@ class ValueHead(DrawnHead):
         self.out = nn.Linear(sizes[-1], output_dim, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw hidden weights with variance 1/fan_in and output weights with a standard deviation of 0.02."""
+        """Draw hidden weights with variance 1/fan_in and output weights with standard deviation 0.02."""
         for layer in self.hidden:
             assert isinstance(layer, nn.Linear)
             layer.weight.data.normal_(0.0, 1.0 / math.sqrt(layer.in_features), generator=generator)
@@ -48,7 +42,7 @@ class ValueHead(DrawnHead):
         self.out.weight.data.normal_(0.0, LAST_LAYER_STD, generator=generator)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[B,D]`` to ``float32[B,output_dim]``."""
+        """Map ``[B,D]`` to ``float32[B,output_dim]``."""
         with torch.autocast(hidden.device.type, enabled=False):
             x = hidden.float()
             for layer in self.hidden:
@@ -57,25 +51,25 @@ class ValueHead(DrawnHead):
 
 
 class FeatureTap(ValueHead):
-    """Takes the place of a value head, and returns what that would read: ``float32[B,D]``."""
+    """Stands in for a value head and returns its input: ``float32[B,D]``."""
 
     def __init__(self) -> None:
-        # Without the layers of a value head.
+        # Skips the layers of a value head.
         nn.Module.__init__(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden.float()
 
 
-# A context variable, since several threads compute micro-batches at the same time.
+# A context variable, since several threads compute micro-batches concurrently.
 _prefix: ContextVar[list[tuple[Tensor, Tensor | None]] | None] = ContextVar("prefix", default=None)
 
 
 @contextmanager
 def keep_prefix() -> Iterator[list[tuple[Tensor, Tensor | None]]]:
-    """Yield a list that fills with what ``masked_mean`` averages meanwhile.
+    """Yield a list that collects the inputs of ``masked_mean`` during the block.
 
-    Every family reads a value of the prompt's mean from there, so that its prefix states are the last entry.
+    Every family reads the prompt-mean value through it, so the last entry holds the prefix states.
     """
     kept: list[tuple[Tensor, Tensor | None]] = []
     token = _prefix.set(kept)
@@ -86,7 +80,7 @@ def keep_prefix() -> Iterator[list[tuple[Tensor, Tensor | None]]]:
 
 
 def masked_mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mean ``float32[B,D]`` of ``[B,S,D]`` over the tokens where ``mask [B,S]`` is not 0; None: all."""
+    """Return the mean ``float32[B,D]`` of ``[B,S,D]`` over tokens with nonzero ``mask [B,S]``; None for all."""
     if (kept := _prefix.get()) is not None:
         kept.append((hidden, mask))
     hidden = hidden.float()

@@ -1,8 +1,7 @@
 """DINOv2 (registers) and SigLIP vision transformers with the parameter names of timm checkpoints.
 
-Not transformers' Dinov2WithRegistersModel: public OpenVLA checkpoints have one matrix for queries, keys and values, and
-the last block is never needed; forward and backward at width 96 take 22 ms here, 37 ms there (one core).
-
+transformers' Dinov2WithRegistersModel does not fit: public OpenVLA checkpoints fuse queries, keys and values, and the
+last block is never needed; forward and backward at width 96 take 22 ms here, 37 ms there (one core).
 Oquab et al., "DINOv2", 2023; Darcet et al., "Vision Transformers Need Registers", 2023; Zhai et al., "Sigmoid Loss for
 Language Image Pre-Training", 2023. Shapes: B images, N patches, D width.
 """
@@ -23,7 +22,7 @@ from embodrl.models.common.patches import LAYER_NORM_EPS, SiglipSpec, embed_patc
 
 @dataclass(frozen=True)
 class VitSpec(SiglipSpec):
-    """Dimensions of SigLIP's vision transformer, and what DINOv2's has besides."""
+    """Dimensions of SigLIP's vision transformer, plus DINOv2's extras."""
 
     num_registers: int = 0
     class_token: bool = False
@@ -39,7 +38,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, spec.width, spec.patch_size, stride=spec.patch_size)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """``[B,3,H,W]`` to ``[B,N,D]``."""
+        """Map ``[B,3,H,W]`` to ``[B,N,D]``."""
         return embed_patches(pixels, self.proj)
 
 
@@ -53,13 +52,12 @@ class VitAttention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[B,N,D]`` to ``[B,N,D]``."""
         q, k, v = split_heads(self.qkv(x), x.shape[-1] // self.num_heads, (self.num_heads,) * 3)
         return self.proj(attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class VitMlp(nn.Module):
-    """Two layers with the exact GELU between them."""
+    """Two layers with an exact GELU in between."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -67,29 +65,25 @@ class VitMlp(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[...,D]`` to ``[...,D]``."""
         return self.fc2(F.gelu(self.fc1(x)))
 
 
 class LayerScale(nn.Module):
-    """A learned factor for each channel of a residual branch."""
+    """A learned factor per channel of a residual branch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale_factor = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[...,D]`` to ``[...,D]``."""
         return x * self.scale_factor
 
 
 class Block(nn.Module):
     """A pre-norm transformer block.
 
-    Args:
-        spec: dimensions.
-        film_dim: size of an instruction's embedding that modulates the features between attention and MLP by FiLM
-            (Perez et al., 2018, eq. 1 with 1 + gamma, as OpenVLA-OFT has it); None without.
+    With ``film_dim`` an instruction embedding of that size modulates features between attention and MLP by FiLM (Perez
+    et al., 2018, eq. 1 with 1 + gamma, as in OpenVLA-OFT).
     """
 
     def __init__(self, spec: VitSpec, film_dim: int | None = None) -> None:
@@ -104,7 +98,7 @@ class Block(nn.Module):
         self.shift = None if film_dim is None else nn.Linear(film_dim, spec.width)
 
     def forward(self, x: Tensor, instruction: Tensor | None = None) -> Tensor:
-        """``[B,N,D]`` and, with FiLM, ``[B,E]`` to ``[B,N,D]``."""
+        """Map ``[B,N,D]`` and, with FiLM, ``[B,E]`` to ``[B,N,D]``."""
         x = x + self.ls1(self.attn(self.norm1(x)))
         if self.scale is not None and self.shift is not None:
             x = x * (1.0 + self.scale(instruction)[:, None]) + self.shift(instruction)[:, None]
@@ -112,7 +106,7 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's pooling head. OpenVLA reads patch features, so it is stored and never run."""
+    """SigLIP's pooling head. OpenVLA reads patch features, so it is stored but never run."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
@@ -125,14 +119,10 @@ class AttentionPool(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patch features from the second-to-last block, without the final norm and without prefix tokens.
+    """Patch features from the second-to-last block, without the final norm and prefix tokens.
 
-    The last block, the norm and the pooling head only exist so that public checkpoints load strictly and save
-    unchanged.
-
-    Args:
-        spec: dimensions.
-        film_dim: see Block.
+    The last block, the norm and the pooling head exist only so that public checkpoints load strictly and save
+    unchanged. For ``film_dim`` see ``Block``.
     """
 
     def __init__(self, spec: VitSpec, film_dim: int | None = None) -> None:
@@ -151,7 +141,7 @@ class VisionTransformer(nn.Module):
             self.attn_pool = AttentionPool(spec)
 
     def forward(self, pixels: Tensor, instruction: Tensor | None = None) -> Tensor:
-        """Normalised ``[B,3,H,W]`` and, with FiLM, an instruction's embedding ``[B,E]`` to features ``[B,N,D]``."""
+        """Map normalised ``[B,3,H,W]`` and, with FiLM, an instruction embedding ``[B,E]`` to features ``[B,N,D]``."""
         x = self.patch_embed(pixels) + self.pos_embed
         prefix = [
             token.expand(len(x), -1, -1)
@@ -167,6 +157,6 @@ class VisionTransformer(nn.Module):
         return x[:, x.shape[1] - self.spec.num_patches :]
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that no output depends on."""
+        """Return the parameters that affect no output."""
         pool = self.attn_pool.parameters() if self.spec.attention_pool else ()
         return [*self.blocks[-1].parameters(), *self.norm.parameters(), *pool]

@@ -1,1 +1,1 @@
-"""What families of flow policies share: the stochastic chain, its losses, and networks that several of them have."""
+"""Shared parts of flow policies: the stochastic chain, its losses, and common networks."""

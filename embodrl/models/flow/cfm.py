@@ -1,12 +1,11 @@
-"""Flow matching without log-probs: chunks from the plain ODE, judged by the loss of conditional flow matching (CFM).
+"""Flow matching without log-probs: chunks from the plain ODE, scored by the conditional flow matching (CFM) loss.
 
-Flow Policy Optimization (McAllister et al. 2025, "Flow Matching Policy Gradients", arXiv 2507.21053) puts
-``exp(L_old - L)`` in the place of PPO's ratio, where ``L`` is the mean over N pairs of noise and time, drawn with the
-chunk and kept, of the squared error of the velocity: a Monte Carlo estimate of the CFM loss at the executed actions,
-whose negative bounds their log-likelihood from below up to a weighting of the times and a constant. So ``-L`` stands
-where other samplers have log-probs, and every loss of ratios can use it.
-
-Times are stratified, one in each N-th of 0 to 1, which lowers the variance and keeps their distribution uniform.
+Flow Policy Optimization (McAllister et al. 2025, "Flow Matching Policy Gradients", arXiv 2507.21053) replaces PPO's
+ratio by ``exp(L_old - L)``, where ``L`` is the mean squared velocity error over N pairs of noise and time, drawn with
+the chunk and stored: a Monte Carlo estimate of the CFM loss at the executed actions, whose negative is a lower bound of
+their log-likelihood up to a weighting of the times and a constant. ``-L`` therefore takes the place of log-probs, and
+works with every ratio-based loss.
+Times are stratified, one per N-th of [0, 1], which lowers the variance and keeps their distribution uniform.
 Shapes: B batch, N samples, C actions run, H action horizon, A action dimensions, D padded ones.
 """
 
@@ -21,15 +20,15 @@ from embodrl.models.flow.flow import Chain, ChainEvaluation, Times, Velocity, in
 
 
 class CfmSampler:
-    """Draws chunks by the ODE from random noise, and evaluates drawn ones by their flow-matching loss.
+    """Draws chunks with the ODE from random noise, and evaluates them by their flow-matching loss.
 
     Args:
         num_steps: K of the ODE.
         num_samples: N.
         num_actions: C.
         action_dim: A.
-        times: of the ODE's steps.
-        keep_errors: store what the velocity is off by, as ``flow_error``.
+        times: noise levels of the ODE steps.
+        keep_errors: whether to store velocity errors, as ``flow_error``.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class CfmSampler:
 
     @property
     def trained_steps(self) -> int:
-        """Passes of the action expert that one row of an update differentiates: N."""
+        """Action expert passes per row with gradients in an update: N."""
         return self.num_samples
 
     def stored_numbers(self, horizon: int, padded_action_dim: int) -> int:
-        """Return how many numbers of a chunk ``sample`` stores: its end, noise and times, and errors if they are."""
+        """Return the number of stored values per chunk: actions, noise, times, and errors if kept."""
         kept = self.num_samples * self.num_actions * self.action_dim if self.keep_errors else 0
         return (1 + self.num_samples) * horizon * padded_action_dim + self.num_samples + kept
 
@@ -59,7 +58,7 @@ class CfmSampler:
         generator: RandomSource | None,
         device: torch.device,
     ) -> Chain:
-        """Draw a chunk for each row; arguments as of ``flow.Sampler.sample``."""
+        """Draw a chunk per row; arguments as in ``flow.Sampler.sample``."""
         batch, horizon, dims = shape
         source = device if generator is None else generator.device
         start = standard_normal(shape, generator, device)
@@ -78,13 +77,13 @@ class CfmSampler:
         return Chain(actions, _log_prob(errors), stored, features[0])
 
     def evaluate(self, velocity: Velocity, stored: dict[str, Tensor]) -> ChainEvaluation:
-        """Return the negative losses of stored chunks, with gradients; there is no entropy: 0."""
+        """Return the negative losses of stored chunks, with gradients; entropy is 0."""
         errors, features = self._errors(velocity, stored)
         logprobs = _log_prob(errors)
         return ChainEvaluation(logprobs, torch.zeros_like(logprobs), features, errors)
 
     def _errors(self, velocity: Velocity, stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return ``float32[B,N,C,A]``, ``v(x, tau) - (noise - actions)``, and the features of the first sample."""
+        """Return errors ``float32[B,N,C,A]``, ``v(x, tau) - (noise - actions)``, and features of the first sample."""
         target = stored["flow_target"]
         errors: list[Tensor] = []
         first: Tensor | None = None

@@ -1,5 +1,4 @@
-"""What pi0, pi0.5 and SmolVLA share: a vision-language model (VLM), and an action expert that attends to its keys and
-values, layer by layer.
+"""Shared base of pi0, pi0.5 and SmolVLA: an action expert that attends to the keys and values of a VLM.
 
 Shapes: B batch, H actions predicted, D padded action dimensions, E the expert's width, W the VLM's.
 """
@@ -26,7 +25,7 @@ VELOCITY_GAIN = 0.1
 
 
 class Towers(NamedTuple):
-    """The parts of a network, in the order in which weights are drawn."""
+    """The parts of a network, in weight-drawing order."""
 
     vision: SiglipTower
     connector: nn.Module
@@ -35,11 +34,9 @@ class Towers(NamedTuple):
 
 
 class ExpertNetwork(nn.Module, ABC):
-    """A VLM with an action expert, and linear layers around the expert as direct children.
+    """A VLM with an action expert, and the linear layers around the expert as direct children.
 
-    Attributes:
-        trunk: name of the child that holds VLM and expert.
-        action_out_proj: from the expert's output to the velocity.
+    ``trunk`` names the child with VLM and expert; ``action_out_proj`` maps the expert's output to the velocity.
     """
 
     trunk: ClassVar[str]
@@ -48,21 +45,18 @@ class ExpertNetwork(nn.Module, ABC):
     @property
     @abstractmethod
     def towers(self) -> Towers:
-        """Return the parts, which lie below the levels of names of the public checkpoints."""
+        """Return the parts, found below the nesting of public checkpoint names."""
 
     @abstractmethod
     def velocity(self, context: Any, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the velocity ``[B,H,D]`` and the expert's hidden states ``[B,H,E]`` of the actions.
+        """Return the velocity ``[B,H,D]`` and the expert's hidden states ``[B,H,E]`` of noisy actions ``x [B,H,D]``.
 
-        Args:
-            context: what ``encode`` of the family returns.
-            x: noisy actions ``[B,H,D]``.
-            tau: noise levels ``float32[B]``, or ``float32[B,H]`` of each action; 1 is pure noise.
+        ``context`` comes from ``encode``; ``tau`` is ``float32[B]``, or ``float32[B,H]`` per action; 1 is pure noise.
         """
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return self.action_out_proj.weight.dtype
 
     def projections(self) -> list[nn.Module]:
@@ -70,9 +64,9 @@ class ExpertNetwork(nn.Module, ABC):
         return [layer for name, layer in self.named_children() if name != self.trunk]
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``.
+        """Draw weights for training from scratch; see ``common/init.py``.
 
-        The output layer starts small, so that the first velocities are near 0 rather than noise.
+        The output layer starts small, so that initial velocities are near 0 rather than noise.
         """
         towers = self.towers
         towers.vision.init_weights(generator)
@@ -86,7 +80,7 @@ class ExpertNetwork(nn.Module, ABC):
 
 
 class InputProcessor(Protocol):
-    """Makes the inputs of a network."""
+    """Prepares the inputs of a network."""
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
         """Return the inputs, batch first."""
@@ -98,17 +92,9 @@ ProcessorT = TypeVar("ProcessorT", bound=InputProcessor)
 
 
 class ExpertPolicy(FlowPolicy, Generic[NetworkT, ProcessorT]):
-    """A chunk of actions denoised by the action expert. A family defines ``encode``, ``prefix_features`` and its files.
+    """Denoises an action chunk with an action expert; see ``FlowPolicy``.
 
-    Args:
-        model: the network.
-        processor: makes its inputs.
-        stats: action statistics.
-        config: section ``model``.
-        horizon: H.
-        value_input: what ``value_head.input: auto`` means.
-        value_head: the critic, or None.
-        noise_head: for Flow-Noise.
+    A family defines ``encode``, ``prefix_features`` and its files.
     """
 
     def __init__(
@@ -145,11 +131,11 @@ class ExpertPolicy(FlowPolicy, Generic[NetworkT, ProcessorT]):
         }
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Return those of the layer from the expert's output to the velocity."""
+        """Return the parameters of the layer from the expert's output to the velocity."""
         return list(self.model.action_out_proj.parameters())
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return what follows the keys and values of the VLM's last layer, unless a value is read from there."""
+        """Return parameters after the keys and values of the VLM's last layer, unless a value is read from there."""
         if self.value_head is not None and self.value_input == "prefix" and not self.detach_value:
             return []
         language = self.model.towers.language

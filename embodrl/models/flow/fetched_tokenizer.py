@@ -10,11 +10,7 @@ from embodrl.hub import HubName, fetch
 
 
 def fetch_tokenizer(repository: str, files: Sequence[str], directory: Path, hint: str) -> Path:
-    """Return a directory with the tokenizer's ``files`` of a repository, for the checkpoint in ``directory``.
-
-    Raises:
-        CheckpointError: see ``embodrl.hub.fetch``; or the repository has none of the files.
-    """
+    """Return a directory with a hub repository's tokenizer ``files``; raise ``CheckpointError`` if it has none."""
     missing = f"{directory} has no tokenizer, and {repository} could not be fetched from the hub"
     try:
         place = fetch(HubName(repository), files)

@@ -1,12 +1,11 @@
-"""Flow matching as a stochastic policy: the denoising steps of a chunk of actions and their log-probabilities.
+"""Flow matching as a stochastic policy: denoising steps of an action chunk and their log-probabilities.
 
-Time is the noise that is left, tau, from 1 (pure noise) to 0 (actions): ``x = tau * noise + (1 - tau) * data`` and
-``velocity = noise - data``. That is openpi's convention (Black et al., "pi0", 2024). GR00T runs the other way,
+Time is the remaining noise, tau, from 1 (pure noise) to 0 (actions): ``x = tau * noise + (1 - tau) * data`` and
+``velocity = noise - data``, as in openpi (Black et al., "pi0", 2024). GR00T runs the other way,
 ``x = (1 - t) * noise + t * data`` with ``velocity = data - noise``: its networks are called with ``t = 1 - tau`` and
-their velocity is negated (``reversed_velocity``), after which everything here holds for both.
-
-Flow-SDE (one step of the chain is stochastic) and Flow-Noise (all are, with learned noise) follow Zhang et al.,
-"ReinFlow" (2025) and Chen et al., "pi_RL" (2025); the SDE has the marginals of the ODE (Liu et al., "Flow-GRPO", 2025).
+their velocity is negated (``reversed_velocity``), so that everything here holds for both.
+Flow-SDE (one stochastic step per chain) and Flow-Noise (all steps, with learned noise) follow Zhang et al.,
+"ReinFlow" (2025) and Chen et al., "pi_RL" (2025); the SDE has the ODE's marginals (Liu et al., "Flow-GRPO", 2025).
 Shapes: B batch, K denoising steps, H action horizon, D padded action dimensions.
 """
 
@@ -27,16 +26,16 @@ from embodrl.models.common.value_head import DrawnHead
 
 Joint = Literal["sum", "mean"]
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``x float32[B,H,D]`` and ``tau float32[B]`` to the velocity ``[B,H,D]`` and the features ``[B,H,F]`` it came from.
+"""``x float32[B,H,D]`` and ``tau float32[B]`` to the velocity ``[B,H,D]`` and the features ``[B,H,F]`` behind it.
 
-A family's network also takes ``tau float32[B,H]``, a noise level for each action.
+A family's network also takes ``tau float32[B,H]``, a noise level per action.
 """
 Times = Callable[[int], list[float]]
-"""From K to the K + 1 values of tau."""
+"""K to the K + 1 values of tau."""
 
 
 def reversed_velocity(network: Velocity) -> Velocity:
-    """Adapt a network of GR00T's convention (time from noise 0 to data 1) to the one used here."""
+    """Adapt a network with GR00T's convention (time from noise 0 to data 1) to the one here."""
 
     def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         v, features = network(x, 1.0 - tau)
@@ -51,7 +50,7 @@ def denoising_times(num_steps: int) -> list[float]:
 
 
 def accumulated_times(num_steps: int) -> list[float]:
-    """Return ``denoising_times`` as openpi's PI0Pytorch.sample_actions has them: 1 - 1/K - 1/K ... in float32."""
+    """Return ``denoising_times`` with openpi's rounding (PI0Pytorch.sample_actions): 1 - 1/K - 1/K ... in float32."""
     times = [torch.tensor(1.0)]
     step = torch.tensor(1.0 / num_steps)
     for _ in range(num_steps):
@@ -60,12 +59,9 @@ def accumulated_times(num_steps: int) -> list[float]:
 
 
 def sde_sigma(step: int, num_steps: int, noise_level: float) -> float:
-    """Return the noise scale of a Flow-SDE step, ``eta * sqrt(tau / (1 - tau))``; the first uses the second's 1 - tau.
+    """Return the noise scale of a Flow-SDE step (0 to K - 1), ``eta * sqrt(tau / (1 - tau))``; eta is ``noise_level``.
 
-    Args:
-        step: 0 to K - 1.
-        num_steps: K.
-        noise_level: eta.
+    Step 0 uses step 1's ``1 - tau``.
     """
     times = denoising_times(num_steps)
     left = times[1] if step == 0 else times[step]
@@ -76,14 +72,8 @@ def step_mean(x: Tensor, v: Tensor, tau: Tensor, delta: float, sigma: Tensor) ->
     """Return the mean ``[B,H,D]`` of the next point of the chain.
 
     With the estimates ``data = x - v tau`` and ``noise = x + v (1 - tau)`` it is ``data (1 - (tau - delta)) +
-    noise ((tau - delta) - sigma^2 delta / (2 tau))``; sigma 0 gives Euler's step ``x - v delta``.
-
-    Args:
-        x: ``float32[B,H,D]``.
-        v: velocity at ``x``, of the same shape.
-        tau: ``float32[B,1,1]``, above 0.
-        delta: step size, 1 / K.
-        sigma: ``float32[B,1,1]``.
+    noise ((tau - delta) - sigma^2 delta / (2 tau))``; sigma 0 gives Euler's step ``x - v delta``. ``x`` and ``v`` are
+    ``float32[B,H,D]``, ``tau`` (above 0) and ``sigma`` ``float32[B,1,1]``, ``delta = 1 / K``.
     """
     later = tau - delta
     data = x - v * tau
@@ -102,21 +92,14 @@ def normal_entropy(std: Tensor) -> Tensor:
 
 
 def integrate(velocity: Velocity, noise: Tensor, num_steps: int, times: Times = denoising_times) -> Tensor:
-    """Return the actions ``float32[B,H,D]`` that Euler's method reaches from ``noise`` in K steps.
-
-    Args:
-        velocity: the network.
-        noise: ``float32[B,H,D]``.
-        num_steps: K.
-        times: the K + 1 values of tau that the network is given.
-    """
+    """Return the actions ``float32[B,H,D]`` that K Euler steps reach from ``noise``; ``times`` gives the taus."""
     return integrate_with_features(velocity, noise, num_steps, times)[0]
 
 
 def integrate_with_features(
     velocity: Velocity, noise: Tensor, num_steps: int, times: Times = denoising_times
 ) -> tuple[Tensor, list[Tensor]]:
-    """As ``integrate``; return the features ``[B,H,F]`` of the K steps, too."""
+    """Like ``integrate``, but also return the features ``[B,H,F]`` of the K steps."""
     x = noise
     seen = list[Tensor]()
     for tau in times(num_steps)[:-1]:
@@ -133,8 +116,8 @@ class Chain:
     Attributes:
         actions: ``float32[B,H,D]``.
         logprobs: ``float32[B,C,A]``.
-        stored: what ``Sampler.evaluate`` needs, batch first.
-        features: ``[B,H,F]`` that a value may be read from: of the stochastic step, or the first of several.
+        stored: inputs of ``Sampler.evaluate``, batch first.
+        features: ``[B,H,F]`` for the value head: of the stochastic step, or of the first of several.
     """
 
     actions: Tensor
@@ -147,7 +130,7 @@ class Chain:
 class ChainEvaluation:
     """Log-probs and entropies ``float32[B,C,A]`` of a stored chain, and features ``[B,H,F]``.
 
-    ``errors float32[B,N,C,A]`` are what N velocities miss their targets by, in units of the noise, where that is known.
+    ``errors float32[B,N,C,A]`` are the errors of N velocities against their targets, in units of the noise, if known.
     """
 
     logprobs: Tensor
@@ -157,7 +140,7 @@ class ChainEvaluation:
 
 
 def _standardized(reached: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return ``[B,1,C,A]``: the one sample of an error that a step has."""
+    """Return a step's only error sample, ``[B,1,C,A]``."""
     return ((reached - mean) / std).unsqueeze(1)
 
 
@@ -166,15 +149,10 @@ def _start_log_prob(x: Tensor) -> Tensor:
 
 
 class NoiseHead(DrawnHead):
-    """Features of an action to the standard deviations of its dimensions, for Flow-Noise.
+    """Predicts standard deviations ``[D]`` from the features ``[F]`` of an action, for Flow-Noise.
 
-    ``std = exp(lv / 2)`` with ``lv`` between the squares of the bounds, by the tanh of a small MLP.
-
-    Args:
-        feature_dim: F.
-        action_dim: D.
-        std_min, std_max: bounds of the standard deviation of a step.
-        hidden_sizes: hidden units.
+    ``std = exp(lv / 2)``, where a small MLP with tanh output places ``lv`` between the log squares of ``std_min`` and
+    ``std_max``.
     """
 
     def __init__(
@@ -192,7 +170,7 @@ class NoiseHead(DrawnHead):
         self.high = 2.0 * math.log(std_max)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights of variance 1/fan_in, a hundredth of it in the last layer: std starts in the middle."""
+        """Draw weights of variance 1/fan_in, a hundredth of that in the last layer, so std starts in the middle."""
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
             scale = 0.1 if layer is self.layers[-1] else 1.0
@@ -200,7 +178,7 @@ class NoiseHead(DrawnHead):
             layer.bias.data.zero_()
 
     def forward(self, features: Tensor) -> Tensor:
-        """``[...,F]`` to ``float32[...,D]``."""
+        """Map ``[...,F]`` to ``float32[...,D]``."""
         with torch.autocast(features.device.type, enabled=False):
             x = features.float()
             for layer in self.layers:
@@ -209,17 +187,18 @@ class NoiseHead(DrawnHead):
 
 
 class Sampler:
-    """Draws chunks and evaluates drawn ones; only the executed part ``[:C,:A]`` has log-probabilities.
+    """Draws and evaluates chunks; only the executed part ``[:C,:A]`` has log-probabilities.
 
     Args:
         num_steps: K.
         noise_level: eta of Flow-SDE.
         num_actions: C.
         action_dim: A.
-        noise_head: makes it Flow-Noise; None is Flow-SDE.
-        joint: the log-prob of Flow-Noise is the ``sum`` over the start and the K steps, the log-likelihood of the chain
-            (ReinFlow, pi_RL), or their ``mean``, as RLinf computes it: ratios are then those to the power 1 / (K + 1).
-        keep_errors: Flow-SDE stores what its step missed the mean by, in standard deviations, as ``flow_error``.
+        noise_head: noise head of Flow-Noise; None for Flow-SDE.
+        joint: Flow-Noise log-prob: ``sum`` over the start and the K steps, the log-likelihood of the chain (ReinFlow,
+            pi_RL), or their ``mean`` as in RLinf, which raises ratios to the power 1 / (K + 1).
+        keep_errors: whether Flow-SDE stores its step's deviation from the mean, in standard deviations, as
+            ``flow_error``.
     """
 
     def __init__(
@@ -244,14 +223,14 @@ class Sampler:
 
     @property
     def trained_steps(self) -> int:
-        """Denoising steps that one row of an update differentiates: one of Flow-SDE, all of Flow-Noise."""
+        """Denoising steps per row with gradients in an update: one for Flow-SDE, all for Flow-Noise."""
         return 1 if self.noise_head is None else self.num_steps
 
     def stored_numbers(self, horizon: int, padded_action_dim: int) -> int:
-        """Return how many float32 numbers of a chunk ``sample`` stores.
+        """Return the number of float32 values that ``sample`` stores per chunk.
 
         Flow-SDE keeps the point before the random step and the step (as two numbers), Flow-Noise all points but the
-        last; both what came out.
+        last; both keep the final actions.
         """
         step = 2 if self.noise_head is None else 0
         outcomes = (2 if self.keep_errors else 1) * self.num_actions * self.action_dim
@@ -264,25 +243,18 @@ class Sampler:
         generator: RandomSource | None,
         device: torch.device,
     ) -> Chain:
-        """Draw a chunk for each row.
-
-        Args:
-            velocity: the network.
-            shape: ``(B, H, D)``.
-            generator: gives the same number of draws whatever the network says.
-            device: of the network.
-        """
+        """Draw a chunk per row; ``shape`` is ``(B, H, D)``. The number of draws does not depend on the network."""
         if self.noise_head is None:
             return self._sample_sde(velocity, shape, generator, device)
         return self._sample_noise(velocity, shape, generator, device, self.noise_head)
 
     def evaluate(self, velocity: Velocity, stored: dict[str, Tensor]) -> ChainEvaluation:
-        """Return the log-probs of stored chains under the present network, with gradients."""
+        """Return the log-probs of stored chains under the current network, with gradients."""
         if self.noise_head is None:
             return self._evaluate_sde(velocity, stored)
         return self._evaluate_noise(velocity, stored, self.noise_head)
 
-    # Flow-SDE: the step k of each row is stochastic, the others are Euler's --------------------------------------
+    # Flow-SDE: step k of each row is stochastic, the others are Euler steps ----------------------------------------
 
     def _sample_sde(
         self,

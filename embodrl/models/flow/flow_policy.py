@@ -1,4 +1,4 @@
-"""What every flow-matching policy shares: sampling, log-probs, values and the imitation loss.
+"""Shared base of flow-matching policies: sampling, log-probs, values and the imitation loss.
 
 Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padded action dimensions, F features.
 """
@@ -39,27 +39,27 @@ TIME_ALPHA = 1.5
 TIME_LOW = 0.001
 EVALUATION_NOISE_SEED = 0
 LEARNABLE = 5.0
-"""Standard deviations or half ranges: statistics of the data leave few values beyond, those of other units most."""
+"""In standard deviations or half ranges: few values of the matching data lie beyond, most values in other units do."""
 
 
 class ActionNormalizer(Protocol):
-    """From environment units to the model's and back."""
+    """Converts between environment units and model units."""
 
     def normalize(self, actions: NDArray[np.floating], /) -> NDArray[np.float64]:
-        """``[...,A]`` in environment units to the model's."""
+        """Convert ``[...,A]`` from environment units to model units."""
         ...
 
     def scale(self, actions: NDArray[np.floating], /) -> NDArray[np.float64]:
-        """As ``normalize``, without any clipping; infinite where ``unnormalize`` can't give the value back."""
+        """Like ``normalize`` without clipping; infinite where ``unnormalize`` can't restore the value."""
         ...
 
     def unnormalize(self, actions: NDArray[np.float64], /) -> NDArray[np.float64]:
-        """``[...,A]`` in the model's units to the environment's."""
+        """Convert ``[...,A]`` from model units to environment units."""
         ...
 
 
 class FlowPolicy(VLAPolicy):
-    """A policy whose network predicts the velocity of a chunk of actions under denoising.
+    """A policy whose network predicts the denoising velocity of an action chunk.
 
     A family defines ``preprocess``, ``encode``, ``velocity``, ``prefix_features``, ``training_times``, ``parts`` and
     its files.
@@ -69,9 +69,9 @@ class FlowPolicy(VLAPolicy):
         config: section ``model``: C, A, ``flow``, ``gripper``, and the value head's ``input`` and ``detach``.
         horizon: H.
         padded_action_dim: D.
-        value_input: what ``value_head.input: auto`` means.
-        value_head: the critic, or None.
-        noise_head: for Flow-Noise.
+        value_input: meaning of ``value_head.input: auto``.
+        value_head: critic, or None.
+        noise_head: noise head for Flow-Noise.
     """
 
     draws_by_row = True
@@ -127,38 +127,38 @@ class FlowPolicy(VLAPolicy):
             return CfmSampler(flow.num_steps, flow.num_samples, *chunk, type(self).euler_times, flow.keep_errors)
         return Sampler(flow.num_steps, flow.noise_level, *chunk, noise_head, flow.joint, flow.keep_errors)
 
-    # What a family defines ---------------------------------------------------------------------------------------
+    # Defined by families -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def encode(self, inputs: dict[str, Tensor]) -> Any:
-        """Run images, prompt and state once for a chunk; the result serves every denoising step."""
+        """Encode images, prompt and state once per chunk; all denoising steps use the result."""
 
     @abstractmethod
     def velocity(self, context: Any) -> Velocity:
-        """Return the network for an encoded observation, in the convention of ``common/flow.py``."""
+        """Return the network for an encoded observation, in the convention of ``flow.py``."""
 
     @abstractmethod
     def prefix_features(self, context: Any) -> Tensor:
-        """Return ``[B,F]``: what a value of the observation alone is read from; padding does not count."""
+        """Return features ``[B,F]`` for values of the observation alone, ignoring padding."""
 
     def training_times(self, batch: int) -> Tensor:
-        """Draw the noise levels tau ``float32[B]`` of imitation, on the CPU, from torch's global generator.
+        """Draw imitation noise levels tau ``float32[B]``, on the CPU, from torch's global generator.
 
-        ``0.001 + 0.999 Beta(1.5, 1)``, as openpi: more often noisy than not.
+        ``0.001 + 0.999 Beta(1.5, 1)``, as in openpi: noisy levels are more frequent.
         """
         # The distribution function of Beta(a, 1) is u^a.
         return TIME_LOW + (1.0 - TIME_LOW) * torch.rand(batch) ** (1.0 / TIME_ALPHA)
 
     def loss_action_dims(self) -> int:
-        """Return how many leading action dimensions the imitation loss counts; as a rule all D."""
+        """Return the number of leading action dimensions in the imitation loss; by default all D."""
         return self.padded_action_dim
 
     def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
-        """Turn environment actions ``[B,H,A]`` into what the model learns, before normalisation."""
+        """Convert environment actions ``[B,H,A]`` to the model's form before normalisation."""
         return actions
 
     def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
-        """Undo ``relative_to`` on un-normalised actions ``[B,C,A]``."""
+        """Invert ``relative_to`` for unnormalised actions ``[B,C,A]``."""
         return actions
 
     # VLAPolicy ---------------------------------------------------------------------------------------------------
@@ -176,13 +176,11 @@ class FlowPolicy(VLAPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Draw a chunk for each row in ``train`` mode; in ``eval`` mode follow the ODE from ``_evaluation_start``.
+        """Draw a chunk per row in ``train`` mode; in ``eval`` mode follow the ODE from ``_evaluation_start``.
 
-        ``forward_inputs`` has what ``preprocess`` returns and, in ``train`` mode, the stored part of the chain.
-        Log-probs in ``eval`` mode, where nothing is random, are 0. ``sampling`` is for token policies.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
+        ``forward_inputs`` has the output of ``preprocess`` and, in ``train`` mode, the stored part of the chain.
+        Log-probs in ``eval`` mode, which is deterministic, are 0. Raises ``EmbodrlError`` if values are requested
+        without a value head.
         """
         self.check_mode(mode)
         inputs = self.preprocess(observation)
@@ -201,10 +199,10 @@ class FlowPolicy(VLAPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """With the value input ``suffix`` the mean over the denoising steps from one fixed noise.
+        """Return values; with value input ``suffix``, the mean over the denoising steps from a fixed noise.
 
-        The critic is trained at the points of sampled chains, so it is read at such points: at the mean of the start's
-        noise, 0, it has never been trained, and is biased.
+        The critic is trained at points of sampled chains, so it is read at such points: at the mean of the starting
+        noise, 0, it was never trained and is biased.
         """
         context = self.encode(self.preprocess(observation))
         if self.value_input == "prefix":
@@ -219,9 +217,9 @@ class FlowPolicy(VLAPolicy):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """Return log-probs, entropy (of Flow-SDE a constant) and values of stored chains, with gradients.
+        """Return log-probs, entropy (constant for Flow-SDE) and values of stored chains, with gradients.
 
-        With ``model.flow.keep_errors`` the errors of their velocities, too.
+        With ``model.flow.keep_errors`` also return velocity errors.
         """
         context = self.encode(forward_inputs)
         result = self.sampler.evaluate(self.velocity(context), forward_inputs)
@@ -229,10 +227,10 @@ class FlowPolicy(VLAPolicy):
         return EvalOutput(result.logprobs, result.entropy if compute_entropy else None, values, result.errors)
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
-        """Return what ``preprocess`` returns, ``target float32[B,H,D]``, ``noise`` like it and ``tau float32[B]``.
+        """Return the output of ``preprocess``, ``target`` and ``noise`` ``float32[B,H,D]``, and ``tau float32[B]``.
 
-        With ``model.flow.rtc_max_delay`` also ``given bool[B,H]``: the actions that are given rather than learned.
-        All is drawn here from torch's global generator, not in ``sft_loss``, which may run on threads.
+        With ``model.flow.rtc_max_delay`` also ``given bool[B,H]``, actions that are given rather than learned. All
+        draws come from torch's global generator here rather than in ``sft_loss``, which may run on threads.
         """
         raw = actions.detach().cpu().numpy().astype(np.float64)
         raw = to_model(raw, self.gripper)
@@ -250,22 +248,22 @@ class FlowPolicy(VLAPolicy):
         return {**self.preprocess(observation), **{name: value.to(self.device) for name, value in drawn.items()}}
 
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which values are ``LEARNABLE`` or more from 0 when normalised; noise has a standard deviation of 1."""
+        """Return values at least ``LEARNABLE`` from 0 when normalised; the noise has standard deviation 1."""
         raw = to_model(np.asarray(actions, np.float64), self.gripper)[:, None]
         nothing = np.zeros((len(raw), 0, 1, 1, 3), np.uint8)
         observation = Observation(nothing, state.astype(np.float32), [""] * len(raw), np.zeros(len(raw), np.int32))
         return np.abs(self.scaled(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
 
     def scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return actions ``[...,A]`` in the model's units, without any clipping."""
+        """Return actions ``[...,A]`` in model units, without clipping."""
         return self.stats.scale(actions)
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).
+        """Return the mean squared velocity error and ``l1``, the error of the implied actions (normalised units).
 
         Args:
-            batch: from ``sft_inputs``; ``action_mask bool[B,H]``, if there is one, leaves actions out, and those of
-                ``given`` enter without noise, at tau 0.
+            batch: output of ``sft_inputs``; an optional ``action_mask bool[B,H]`` excludes actions, and ``given``
+                actions enter without noise, at tau 0.
             label_smoothing_bins: for token policies.
         """
         target = batch["target"]
@@ -295,23 +293,23 @@ class FlowPolicy(VLAPolicy):
 
     @torch.no_grad()
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> NDArray[np.float32]:
-        """As ``eval`` of ``predict_action_batch``, continuing what is left of the last chunk: see ``rtc.py``.
+        """Continue the last chunk as ``predict_action_batch`` in ``eval`` mode; see ``rtc.py``.
 
-        A policy with ``model.flow.rtc_max_delay`` is given the first ``delay`` actions and reads no others; another one
-        is guided, and its first ``delay`` actions come out close to the prefix, which is what has to be executed.
-        Without a prefix the actions are those of ``predict_action_batch``.
+        A policy with ``model.flow.rtc_max_delay`` receives only the first ``delay`` actions; others are guided, and
+        their first ``delay`` actions come out close to the prefix, which is what must be executed. Without a prefix the
+        actions equal those of ``predict_action_batch``.
         """
         if self.rtc_max_delay and int(prefix.delay.max()) > self.rtc_max_delay:
             raise EmbodrlError(
-                f"a delay of {int(prefix.delay.max())} actions, and the policy was trained with {self.rtc_max_delay}",
-                "send a delay that it knows, or serve with model.flow.rtc_max_delay=0, which guides it instead",
+                f"a delay of {int(prefix.delay.max())} actions, but the policy was trained with {self.rtc_max_delay}",
+                "send a delay within that limit, or serve with model.flow.rtc_max_delay=0 to use guidance instead",
                 code="policy-rtc-delay",
             )
         shape = (observation.batch_size, self.horizon, self.padded_action_dim)
         target = torch.zeros(shape)
         weights = torch.zeros(shape)
         length = min(prefix.actions.shape[1], self.action_horizon)
-        actions = np.zeros((shape[0], self.action_horizon, self.action_dim))  # statistics may be of each step
+        actions = np.zeros((shape[0], self.action_horizon, self.action_dim))  # statistics may be per step
         actions[:, :length] = prefix.actions[:, :length]
         units = self.scaled(self.relative_to(to_model(actions, self.gripper), observation))
         target[:, :length, : self.action_dim] = torch.from_numpy(units[:, :length])
@@ -329,10 +327,9 @@ class FlowPolicy(VLAPolicy):
             velocity = guided(network, target, weights.to(self.device), guidance)
         return self._to_environment(self._integrate(velocity, noise)[0], observation)
 
-    # Noise that another policy chooses ---------------------------------------------------------------------------
+    # Externally chosen noise ---------------------------------------------------------------------------------------
 
     def encode_observation(self, observation: Observation) -> Any:
-        """Return what ``encode`` makes of an observation."""
         return self.encode(self.preprocess(observation))
 
     def denoise(self, context: Any, noise: Tensor, observation: Observation) -> NDArray[np.float32]:
@@ -343,24 +340,21 @@ class FlowPolicy(VLAPolicy):
 
     @property
     def trained_steps(self) -> int:
-        """Passes of the action expert that one row of an update differentiates."""
+        """Action expert passes per row with gradients in an update."""
         return self.sampler.trained_steps
 
     def chosen_bytes(self, num_cameras: int) -> int:
-        """Return the bytes of what the sampler stores, and of log-probs."""
+        """Return the bytes of the sampler's stored values and the log-probs."""
         stored = self.sampler.stored_numbers(self.horizon, self.padded_action_dim)
         return torch.float32.itemsize * (stored + self.num_action_chunks * self.action_dim)
 
     def own_heads(self) -> dict[str, nn.Module]:
-        """Return the groups that embodrl adds to the family's network."""
+        """Return embodrl's additions to the family's network, by group."""
         heads = {"noise_head": self.noise_head, "value_head": self.value_head}
         return {name: head for name, head in heads.items() if head is not None}
 
     def _evaluation_start(self, observation: Observation) -> Tensor:
-        """Return the noise ``float32[B,H,D]`` that evaluations start from; see ``model.flow.evaluation_noise``.
-
-        What is drawn follows from a row's pictures and state alone, so that it depends on no generator and no batch.
-        """
+        """Return the starting noise ``float32[B,H,D]`` of evaluations, fixed or drawn from a row's images and state."""
         if self.flow.evaluation_noise == "fixed":
             noise = self.get_buffer("_evaluation_noise").expand(observation.batch_size, -1, -1)
         else:
@@ -374,7 +368,7 @@ class FlowPolicy(VLAPolicy):
         return integrate_with_features(network, noise, self.flow.num_steps, type(self).euler_times)
 
     def _mean_value(self, context: Any, features: list[Tensor]) -> Tensor:
-        """Return the mean of the values at the denoising steps; Flow-Noise's critic is read at the first alone."""
+        """Return the mean value over the denoising steps; Flow-Noise's critic reads only the first step."""
         if self.value_input == "prefix":
             return self._values(context, None)
         read = features if self.noise_head is None else features[:1]

@@ -1,4 +1,4 @@
-"""What the specs of flow-matching families share: settings, facts and rules. Imports no torch."""
+"""Shared spec parts of flow-matching families: settings, facts and rules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from embodrl.config.policy_card import checkpoint_name, policy_directory
-from embodrl.config.rules.base import Context, Finding, RuleSet, multiples, path_kind
+from embodrl.config.rules.base import Context, multiples, path_kind
 from embodrl.config.schema import ModelConfig, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from embodrl.config.schema.section import AppliesIf
 from embodrl.errors import EmbodrlError
 from embodrl.fields import read_fields
 from embodrl.interface import LIBERO, Interface
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 ACTIONS = "continuous chunk by flow matching"
 
 
 class SiglipConfig(Section):
-    """SigLIP of pi0, pi0.5 and GR00T, all of whose blocks are run."""
+    """SigLIP of pi0, pi0.5 and GR00T; all blocks are run."""
 
     width: PositiveInt = Field(default=96, description="embedding dimension")
     depth: PositiveInt = Field(default=3, description="blocks")
@@ -31,18 +32,18 @@ class SiglipConfig(Section):
 
 
 class FlowConfig(Section):
-    """Sampling of flow policies (pi0, pi0.5, GR00T) and the noise that makes it a distribution."""
+    """Sampling of flow policies (pi0, pi0.5, GR00T), and the noise that makes it a distribution."""
 
     method: Literal["flow_sde", "flow_noise", "cfm"] = Field(
         default="flow_sde",
         description="flow_sde: one random denoising step is stochastic; flow_noise: all are, with learned noise; cfm:"
-        " none is, and ratios are those of flow-matching losses (algorithm=fpo)",
+        " none is, and ratios come from flow-matching losses (algorithm=fpo)",
     )
     num_steps: PositiveInt = Field(default=4, description="denoising steps")
     evaluation_noise: Literal["fixed", "drawn"] = Field(
         default="fixed",
-        description="what evaluation and serving denoise. fixed: one noise for every chunk; drawn: one of its own for"
-        " every observation, which follows from its pictures and state alone, as published evaluations draw it",
+        description="starting noise of evaluation and serving. fixed: one noise for every chunk; drawn: one per"
+        " observation, derived from its images and state alone; published evaluations draw it",
     )
     noise_level: Annotated[PositiveFloat, AppliesIf("model.flow.method", ("flow_sde",))] = Field(
         default=0.5, description="eta of flow_sde"
@@ -52,17 +53,17 @@ class FlowConfig(Section):
         description="log-prob of flow_noise: sum over start and steps, the chain's likelihood; mean as RLinf",
     )
     noise_std_min: Annotated[PositiveFloat, AppliesIf("model.flow.method", ("flow_noise",))] = Field(
-        default=0.08, description="least standard deviation of flow_noise, a step"
+        default=0.08, description="minimum standard deviation of a flow_noise step"
     )
     noise_std_max: Annotated[PositiveFloat, AppliesIf("model.flow.method", ("flow_noise",))] = Field(
-        default=0.16, description="largest one; above noise_std_min"
+        default=0.16, description="maximum standard deviation of a flow_noise step; above noise_std_min"
     )
     num_samples: Annotated[PositiveInt, AppliesIf("model.flow.method", ("cfm",))] = Field(
         default=8, le=100, description="cfm: pairs of noise and time that estimate the flow-matching loss of a chunk"
     )
     keep_errors: Annotated[bool, AppliesIf("model.flow.method", ("flow_sde", "cfm"))] = Field(
         default=False,
-        description="flow_sde and cfm: rollouts keep what the velocity misses its target by (algorithm=pi_nft)",
+        description="flow_sde and cfm: rollouts keep the velocity errors (algorithm=pi_nft)",
     )
     rtc_max_delay: NonNegativeInt | None = Field(
         default=None,
@@ -97,7 +98,7 @@ def noise_range_is_not_empty(context: Context) -> Iterator[Finding]:
 
 @FLOW.rule("model.flow.rtc_max_delay", "model.num_action_chunks")
 def something_is_left_to_learn(context: Context) -> Iterator[Finding]:
-    """Of the actions that are run, at least one is not given."""
+    """At least one of the executed actions is not given."""
     model = context.model(FlowModelConfig)
     delay = model.flow.rtc_max_delay
     chunk = model.num_action_chunks
@@ -113,10 +114,10 @@ def something_is_left_to_learn(context: Context) -> Iterator[Finding]:
 
 @FLOW.rule("model.flow.method", "model.value_head.input", "model.add_value_head")
 def value_is_of_the_observation(context: Context) -> Iterator[Finding]:
-    """Where features are those of noised actions that were executed, a value read from them would know the actions."""
+    """A value must not be read from features of executed, noised actions: it would know the actions."""
     model = context.model(FlowModelConfig)
     if model.flow.method == "cfm" and model.add_value_head and model.value_head.input == "suffix":
-        message = "with model.flow.method=cfm the action expert sees the executed actions: no baseline may"
+        message = "with model.flow.method=cfm the action expert sees the executed actions, a baseline must not"
         yield Finding(
             "model.value_head.input", message, "set it to prefix", "auto, prefix", others=("model.flow.method",)
         )
@@ -124,19 +125,19 @@ def value_is_of_the_observation(context: Context) -> Iterator[Finding]:
 
 @FLOW.rule("model.flow.method", "model.flow.keep_errors", "algorithm.loss_type")
 def loss_fits_the_sampling(context: Context) -> Iterator[Finding]:
-    """FPO has ratios of flow-matching losses; negative-aware fine-tuning compares velocities with the rollout's."""
+    """FPO needs ratios of flow-matching losses; negative-aware fine-tuning compares velocities with the rollout's."""
     flow = context.model(FlowModelConfig).flow
     others = ("algorithm.loss_type",)
     if context.config.algorithm.loss_type == "fpo" and flow.method != "cfm":
-        message = f"with {flow.method} ratios are those of log-probs, not of flow-matching losses"
+        message = f"with {flow.method} ratios come from log-probs, not from flow-matching losses"
         yield Finding("model.flow.method", message, "set it to cfm, or choose algorithm=ppo", "cfm", others=others)
     if context.config.algorithm.loss_type != "nft":
         return
     if flow.method == "flow_noise":
-        message = "loss_type 'nft' has targets for one velocity of a chunk, or for those of the forward process"
+        message = "loss_type 'nft' has targets for one velocity per chunk, or for velocities of the forward process"
         yield Finding("model.flow.method", message, "set it to flow_sde", "flow_sde, cfm", others=others)
     elif not flow.keep_errors:
-        message = "loss_type 'nft' needs what the velocities of the rollout missed their targets by"
+        message = "loss_type 'nft' needs the velocity errors of the rollout"
         yield Finding(
             "model.flow.keep_errors", message, "set it to true, as algorithm=pi_nft does", "true", others=others
         )
@@ -144,7 +145,7 @@ def loss_fits_the_sampling(context: Context) -> Iterator[Finding]:
 
 @FLOW.note("model.model_type", "sft.label_smoothing_bins", "algorithm.sampling")
 def settings_of_token_policies(context: Context) -> Iterator[Finding]:
-    """Temperatures and bins belong to policies with action tokens."""
+    """Temperatures and bins apply only to policies with action tokens."""
     for key in ("algorithm.sampling.temperature", "algorithm.sampling.top_k", "sft.label_smoothing_bins"):
         if context.by_user(key):
             message = f"has no effect: {context.config.model.model_type} does not read it"
@@ -153,7 +154,7 @@ def settings_of_token_policies(context: Context) -> Iterator[Finding]:
 
 @FLOW.note("model.flow", "algorithm.entropy_bonus")
 def entropy_is_constant(context: Context) -> Iterator[Finding]:
-    """The entropy of flow_sde depends on no weight, and cfm has none."""
+    """The entropy of flow_sde is independent of the weights, and cfm has none."""
     flow = context.model(FlowModelConfig).flow
     if (
         flow.method != "flow_noise"
@@ -170,16 +171,16 @@ WHOLE_PICTURES = RuleSet()
 
 @WHOLE_PICTURES.note("model.model_type", "model.center_crop")
 def pictures_are_not_cropped(context: Context) -> Iterator[Finding]:
-    """openpi and lerobot show whole pictures."""
+    """openpi and lerobot use whole images."""
     if context.config.model.center_crop:
-        message = f"has no effect: {context.config.model.model_type} sees whole pictures"
+        message = f"has no effect: {context.config.model.model_type} sees whole images"
         yield Finding("model.center_crop", message, "leave it out")
 
 
 def libero_interface(context: Context) -> Interface | None:
-    """Return the conventions of a checkpoint that is of LIBERO by its name, that of its statistics or its dataset.
+    """Return the conventions of a checkpoint whose name, statistics or dataset is LIBERO.
 
-    Cameras and state are not stated of data that lerobot's train_config.json alone names.
+    Cameras and state stay unknown if only lerobot's train_config.json names the dataset.
     """
     model = context.config.model
     directory = policy_directory(model)
@@ -193,14 +194,14 @@ def libero_interface(context: Context) -> Interface | None:
 
 
 def _statistics(directory: Path) -> list[str]:
-    """Return the names of the sets of statistics, in openpi's, RLinf's and GR00T's layouts."""
+    """Return the names of the statistics sets, in openpi's, RLinf's and GR00T's layouts."""
     found = [path for depth in range(5) for path in directory.glob("*/" * depth + "norm_stats.json")]
     of_openpi = [path.parent.relative_to(directory).as_posix() for path in found]
     return of_openpi or [*_read(directory / "experiment_cfg" / "metadata.json"), *_read(directory / "statistics.json")]
 
 
 def _read(path: Path) -> Mapping[str, object]:
-    """Return a JSON object; an empty one for a file that is missing, or damaged, which loading reports."""
+    """Return a JSON object; empty if the file is missing or damaged, which loading reports."""
     try:
         return read_fields(path).content if path_kind(str(path)) == "file" else {}
     except (EmbodrlError, OSError):
@@ -225,9 +226,9 @@ def flow_family(
     missing_config: str = "",
     public_preset: str = "",
 ) -> ModelSpec:
-    """Return the spec of a flow-matching family, which the package ``package`` builds; see ``ModelSpec``.
+    """Return the spec of a flow-matching family built by ``package``; see ``ModelSpec``.
 
-    ``suffix`` tells its module ``build`` from that of another family in the package.
+    ``suffix`` distinguishes its module ``build`` from another family's in the same package.
     """
     return ModelSpec(
         name=name,
@@ -253,7 +254,7 @@ def flow_family(
 
 
 def divides(part: str, whole: str, small: int, large: int) -> Iterator[Finding]:
-    """The value ``small`` of the key ``part`` divides the value ``large`` of the key ``whole``."""
+    """Check that the value ``small`` of key ``part`` divides the value ``large`` of key ``whole``."""
     if large % small:
         message = f"{small} does not divide {whole} = {large}: {large} / {small} leaves {large % small}"
         hint = f"change it, or set {whole} to {multiples(large, small)}"
@@ -261,7 +262,7 @@ def divides(part: str, whole: str, small: int, large: int) -> Iterator[Finding]:
 
 
 def even(key: str, value: int, why: str) -> Iterator[Finding]:
-    """The value of a key is even."""
+    """Check that the value of a key is even."""
     if value % 2:
         yield Finding(key, f"{value} is odd; {why}", f"set it to {multiples(value, 2)}", "an even number")
 
@@ -278,15 +279,15 @@ class VlmSizes(Protocol):
 
 
 def vlm_fits(base: str, shape: VlmSizes, merge: int = 1) -> Iterator[Finding]:
-    """Patches, ``merge`` by ``merge`` of them a token, tile the image; heads divide widths and are even."""
+    """Check that patches tile the image, ``merge`` x ``merge`` per token, and that heads divide widths and are even."""
     yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size * merge, shape.image_size)
     yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
     yield from divides(f"{base}.num_kv_heads", f"{base}.num_heads", shape.num_kv_heads, shape.num_heads)
-    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
+    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings rotate pairs")
 
 
 def at_most(key: str, value: int, limit_key: str, limit: int, what: str) -> Iterator[Finding]:
-    """The value of a key is at most that of another."""
+    """Check that the value of a key is at most another key's."""
     if value > limit:
         message = f"{what}: {value}, and {limit_key} is {limit}"
         hint = f"set it to {limit} or less, or {limit_key} to {value} or more"
@@ -294,7 +295,7 @@ def at_most(key: str, value: int, limit_key: str, limit: int, what: str) -> Iter
 
 
 def chunk_fits(model: ModelConfig, base: str, horizon: int, max_action_dim: int) -> Iterator[Finding]:
-    """A chunk of actions fits into what the network predicts."""
+    """Check that an action chunk fits the network's predictions."""
     chunk = model.num_action_chunks
     dims = model.action_dim
     yield from at_most("model.num_action_chunks", chunk, f"{base}.action_horizon", horizon, "actions to run")

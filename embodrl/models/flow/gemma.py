@@ -1,8 +1,7 @@
-"""Gemma's decoder with the parameter names of its checkpoints, as a prefix encoder and as an action expert.
+"""Gemma's decoder with its checkpoints' parameter names, as prefix encoder and as action expert.
 
-Not transformers' GemmaModel: that has no adaptive norms, its tokens cannot attend to another network's keys and values,
-and it always runs the last layer; forward and backward of the prefix at width 128 take 52 ms here, 69 ms there.
-
+transformers' GemmaModel does not fit: it has no adaptive norms, its tokens can't attend to another network's keys and
+values, and it always runs the last layer; forward and backward of the prefix at width 128 take 52 ms here, 69 ms there.
 Gemma Team, "Gemma: Open Models Based on Gemini Research and Technology", 2024. The expert of pi0.5 conditions its norms
 on the noise level (adaptive RMSNorm, after Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023).
 Shapes: B batch, S tokens, P tokens before them, W width, G key-value heads, E head dimension, T condition size.
@@ -36,7 +35,7 @@ KeysValues = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class GemmaSpec:
-    """Dimensions of a decoder such as Gemma's; ``num_kv_heads`` divides ``num_heads``."""
+    """Dimensions of a Gemma-like decoder; ``num_kv_heads`` divides ``num_heads``."""
 
     width: int
     depth: int
@@ -58,14 +57,14 @@ def rotary(positions: Tensor, head_dim: int, dtype: torch.dtype) -> Rotary:
 
 
 def rotate(x: Tensor, rope: Rotary) -> Tensor:
-    """Turn ``[B,*,S,E]``: coordinate i with coordinate i + E/2."""
+    """Rotate coordinate i of ``[B,*,S,E]`` with coordinate i + E/2."""
     cos, sin = rope
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def full_precision(x: Tensor) -> torch.autocast:
-    """Return a context in which linear layers compute in the type of their weights, even under autocast."""
+    """Return a context in which linear layers compute in their weights' dtype, even under autocast."""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -77,19 +76,19 @@ class GemmaRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """``[B,S,W]`` to the same, and no gate."""
+        """Return the normed ``[B,S,W]``, and no gate."""
         return (_normalized(x) * (1.0 + self.weight.float())).to(x.dtype), None
 
 
 class AdaptiveRMSNorm(nn.Module):
-    """Root-mean-square norm whose scale and shift, and the gate of the branch behind it, follow a condition."""
+    """Root-mean-square norm with scale, shift and branch gate computed from a condition."""
 
     def __init__(self, width: int, condition_dim: int) -> None:
         super().__init__()
         self.dense = nn.Linear(condition_dim, 3 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B,S,W]`` and ``[B,T]`` or ``[B,S,T]`` to the normed tokens and the gate ``[B,1,W]`` or ``[B,S,W]``."""
+        """Return normed ``[B,S,W]`` and gate ``[B,1,W]`` or ``[B,S,W]``; condition ``[B,T]`` or ``[B,S,T]``."""
         with full_precision(condition):
             modulation = self.dense(condition.to(self.dense.weight.dtype))
         scale, shift, gate = per_token(modulation).chunk(3, dim=-1)
@@ -98,7 +97,7 @@ class AdaptiveRMSNorm(nn.Module):
 
 
 def per_token(condition: Tensor) -> Tensor:
-    """Return ``[B,1,T]`` of a condition ``[B,T]`` that all tokens share; one of each token ``[B,S,T]`` as it is."""
+    """Return a shared condition ``[B,T]`` as ``[B,1,T]``; a per-token one ``[B,S,T]`` is unchanged."""
     return condition[:, None] if condition.dim() == 2 else condition
 
 
@@ -119,7 +118,7 @@ class GemmaAttention(nn.Module):
         self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.width, bias=False)
 
     def keys_values(self, x: Tensor, rope: Rotary, past: KeysValues | None) -> KeysValues:
-        """Return keys and values ``[B,G,P+S,E]`` of what came before and of ``[B,S,W]``."""
+        """Return keys and values ``[B,G,P+S,E]`` of the past and of ``[B,S,W]``."""
         keys = rotate(self._heads(self.k_proj(x)), rope)
         values = self._heads(self.v_proj(x))
         if past is None:
@@ -127,7 +126,7 @@ class GemmaAttention(nn.Module):
         return torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)
 
     def forward(self, x: Tensor, rope: Rotary, known: KeysValues, mask: Tensor | None) -> Tensor:
-        """``[B,S,W]`` to ``[B,S,W]``, attending to ``known``."""
+        """Map ``[B,S,W]`` to ``[B,S,W]``, attending to ``known``."""
         queries = rotate(self._heads(self.q_proj(x)), rope)
         return self.o_proj(attention(queries, *known, mask).transpose(1, 2).flatten(2))
 
@@ -145,12 +144,11 @@ class GemmaMlp(nn.Module):
         self.down_proj = nn.Linear(spec.mlp_dim, spec.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[...,W]`` to ``[...,W]``."""
         return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
 
 
 class GemmaLayer(nn.Module):
-    """A pre-norm decoder layer; with a condition its branches are gated."""
+    """A pre-norm decoder layer; a condition gates its branches."""
 
     def __init__(self, spec: GemmaSpec, condition_dim: int | None) -> None:
         super().__init__()
@@ -162,7 +160,7 @@ class GemmaLayer(nn.Module):
     def keys_values(
         self, x: Tensor, rope: Rotary, past: KeysValues | None = None, condition: Tensor | None = None
     ) -> KeysValues:
-        """Return only the keys and values, for a layer whose output is not needed."""
+        """Return only the keys and values, for a layer whose output is unused."""
         return self.self_attn.keys_values(self.input_layernorm(x, condition)[0], rope, past)
 
     def forward(
@@ -177,10 +175,10 @@ class GemmaLayer(nn.Module):
 
         Args:
             x: ``[B,S,W]``.
-            rope: of their positions.
-            mask: ``bool``, broadcastable to ``[B,1,S,P+S]``; None: all are seen.
+            rope: rotary embedding of the tokens.
+            mask: ``bool``, broadcastable to ``[B,1,S,P+S]``; None lets tokens see everything.
             past: keys and values of earlier tokens.
-            condition: ``[B,T]`` of adaptive norms, or ``[B,S,T]``.
+            condition: condition ``[B,T]`` or ``[B,S,T]`` of adaptive norms.
         """
         normed, gate = self.input_layernorm(x, condition)
         known = self.self_attn.keys_values(normed, rope, past)
@@ -190,13 +188,7 @@ class GemmaLayer(nn.Module):
 
 
 class LayerStack(nn.Module, ABC):
-    """Embedding (if it reads text), layers and the final norm, which a subclass sets.
-
-    Args:
-        spec: dimensions.
-        vocab_size: None for an expert that reads no text.
-        layers: each is called with what ``run`` gets.
-    """
+    """Optional embedding, layers, and a final norm set by a subclass; experts read no text (``vocab_size`` None)."""
 
     norm: nn.Module
 
@@ -209,13 +201,13 @@ class LayerStack(nn.Module, ABC):
         self.layers = nn.ModuleList(layers)
 
     def run(self, layer: nn.Module, *arguments: Any) -> tuple[Tensor, KeysValues]:
-        """Run a layer; its activations are recomputed in the backward pass if asked for."""
+        """Run a layer; recompute its activations in the backward pass if enabled."""
         if self.gradient_checkpointing and torch.is_grad_enabled():
             return checkpoint(layer, *arguments, use_reentrant=False)
         return layer(*arguments)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
+        """Draw weights for training from scratch; see ``common/init.py``."""
         init_linears(self, generator, residual=("o_proj", "down_proj"), blocks=len(self.layers))
         if hasattr(self, "embed_tokens"):
             self.embed_tokens.weight.data.normal_(0.0, 1.0 / math.sqrt(self.spec.width), generator=generator)
@@ -224,11 +216,11 @@ class LayerStack(nn.Module, ABC):
 
     @abstractmethod
     def init_module(self, module: nn.Module) -> None:
-        """Set what does not follow from the rules: the start of norms, and the scale of queries and keys."""
+        """Initialise what the common rules leave out: norms, and the scale of queries and keys."""
 
 
 class GemmaModel(LayerStack):
-    """Gemma; with ``condition_dim`` T its norms are adaptive, and None makes them plain."""
+    """Gemma, with adaptive norms if ``condition_dim`` (T) is not None."""
 
     def __init__(self, spec: GemmaSpec, vocab_size: int | None = None, condition_dim: int | None = None) -> None:
         super().__init__(spec, vocab_size, (GemmaLayer(spec, condition_dim) for _ in range(spec.depth)))
@@ -241,16 +233,10 @@ class GemmaModel(LayerStack):
     def encode(
         self, x: Tensor, rope: Rotary, mask: Tensor | None = None, past: Sequence[KeysValues] | None = None
     ) -> tuple[list[KeysValues], Tensor]:
-        """Run tokens for the keys and values that later ones attend to; of the last layer no more than those.
+        """Return keys and values for later tokens, and the last layer's input ``[B,S,W]`` for ``finish``.
 
-        Args:
-            x: ``[B,S,W]``.
-            rope: of their positions.
-            mask: see GemmaLayer.
-            past: keys and values of earlier tokens, one pair per layer.
-
-        Returns:
-            Keys and values, those of ``past`` included, and the last layer's input ``[B,S,W]``, for ``finish``.
+        The last layer computes no more than that. Arguments as in ``GemmaLayer.forward``; ``past``, one pair per layer,
+        is included in the result.
         """
         cache: list[KeysValues] = []
         for index, layer in enumerate(self.layers[:-1]):
@@ -276,21 +262,16 @@ class GemmaModel(LayerStack):
     ) -> Tensor:
         """Return the hidden states ``[B,S,W]`` of tokens that see ``cache`` and each other.
 
-        Args:
-            x: ``[B,S,W]``.
-            rope: of their positions.
-            cache: keys and values of earlier tokens, one pair per layer; None where there are none.
-            mask: see GemmaLayer.
-            condition: ``[B,T]`` of adaptive norms, or ``[B,S,T]``.
+        Arguments as in ``GemmaLayer.forward``; ``cache`` has one pair of keys and values per layer, or None.
         """
         for layer, past in zip(self.layers, cache, strict=True):
             x, _ = self.run(layer, x, rope, mask, past, condition)
         return self.norm(x, condition)[0]
 
     def init_module(self, module: nn.Module) -> None:
-        """Start adaptive norms as plain ones with open gates and a noticeable dependence on the condition.
+        """Initialise adaptive norms as plain ones with open gates and a noticeable dependence on the condition.
 
-        With gates at zero the expert would be a linear map of its input until they open.
+        With gates at zero the expert would stay a linear map of its input until they open.
         """
         if isinstance(module, GemmaRMSNorm):
             nn.init.zeros_(module.weight)

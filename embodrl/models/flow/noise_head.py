@@ -1,4 +1,4 @@
-"""Flow-Noise's head beside a family's network: the noise of its denoising steps, in a file of its own."""
+"""Flow-Noise's head on a family's network: the noise of its denoising steps, in a separate file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def build_noise_head(
     device: torch.device | str,
     generator: torch.Generator,
 ) -> NoiseHead | None:
-    """Return Flow-Noise's head, from the checkpoint if that has one; None with Flow-SDE.
+    """Return Flow-Noise's head, loaded from the checkpoint if it has one; None with Flow-SDE.
 
-    It reads an action's features, ``float32[..., feature_dim]``; ``action_dim`` is padded. Rest: ``build_value_head``.
+    It reads an action's features, ``float32[..., feature_dim]``; ``action_dim`` is padded. See ``build_value_head``.
     """
     if config.flow.method != "flow_noise":
         ignore_head(directory, NOISE_HEAD_FILE, f"model.flow.method is {config.flow.method}", report)
@@ -36,6 +36,6 @@ def build_noise_head(
 
 
 def save_noise_head(directory: Path, noise_head: NoiseHead | None) -> None:
-    """Write the head, if there is one."""
+    """Write the head, if any."""
     if noise_head is not None:
         write_safetensors(directory / NOISE_HEAD_FILE, noise_head.state_dict())

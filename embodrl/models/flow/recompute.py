@@ -1,4 +1,4 @@
-"""Gradient checkpointing of the networks that transformers provides."""
+"""Gradient checkpointing of transformers' networks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from transformers import PreTrainedModel
 
 
 def recompute_layers(model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
-    """Recompute the activations of every layer of a transformers model in the backward pass.
+    """Recompute the activations of ``layers``, the blocks of a transformers model, in the backward pass.
 
-    transformers does so only in layers that are in training mode, while a policy is never in it: rollout and update
-    must be one distribution. Only the layers themselves are switched, none of the modules in them that a mode changes.
-
-    Args:
-        model: e.g. a LlamaModel or SiglipVisionModel.
-        layers: its transformer blocks.
+    transformers does so only for layers in training mode, but policies always stay in eval mode, so that rollout and
+    update are one distribution. Only the layers themselves are switched, not their submodules, whose behaviour depends
+    on the mode.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in layers:

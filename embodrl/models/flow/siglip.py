@@ -1,7 +1,7 @@
-"""SigLIP's vision transformer: transformers' network behind faster patch embeddings, without the pooling head.
+"""SigLIP's vision transformer: transformers' network with faster patch embeddings and no pooling head.
 
-Zhai et al., "Sigmoid Loss for Language Image Pre-Training", 2023. Parameter names are those of the public checkpoints;
-OpenVLA's SigLIP, whose checkpoints have timm's names, is in ``vit.py``. Shapes: B images, N patches, D width.
+Zhai et al., "Sigmoid Loss for Language Image Pre-Training", 2023. Parameter names follow the public checkpoints;
+OpenVLA's SigLIP, with timm's names, is in ``vit.py``. Shapes: B images, N patches, D width.
 """
 
 from __future__ import annotations
@@ -22,25 +22,20 @@ from embodrl.models.flow.recompute import recompute_layers
 
 
 class PatchEmbeddings(SiglipVisionEmbeddings):
-    """Square patches to vectors, plus a learned position for each."""
+    """Square patches to vectors, plus a learned position embedding."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__(config)
-        del self.position_ids  # not in checkpoints: it would stay without memory in a model built on the meta device
+        del self.position_ids  # not in checkpoints: in a model built on the meta device it would never get memory
 
     def forward(self, pixel_values: Tensor, interpolate_pos_encoding: bool = False) -> Tensor:
-        """``[B,3,H,W]`` to ``[B,N,D]``, in the type of the embeddings."""
+        """Map ``[B,3,H,W]`` to ``[B,N,D]``, in the embeddings' dtype."""
         pixel_values = pixel_values.to(self.patch_embedding.weight.dtype)
         return embed_patches(pixel_values, self.patch_embedding) + self.position_embedding.weight
 
 
 class SiglipTower(nn.Module):
-    """SigLIP below the level of names that checkpoints have around it.
-
-    Args:
-        spec: dimensions.
-        pooling_head: hold SigLIP's attention pooling, for checkpoints that have it; it is stored and never run.
-    """
+    """SigLIP below the nesting of checkpoint names; ``pooling_head`` is kept for checkpoints and never run."""
 
     def __init__(self, spec: SiglipSpec, pooling_head: bool = False) -> None:
         super().__init__()
@@ -59,7 +54,7 @@ class SiglipTower(nn.Module):
         self.vision_model = SiglipVisionModel(config)
         self.vision_model.embeddings = PatchEmbeddings(config)
         for attention in self._attentions():
-            # Queries first: the order of parameters is the order of random draws and of sums over all gradients.
+            # Queries first: parameter order is the order of random draws and of sums over all gradients.
             for name in ("k_proj", "v_proj", "out_proj"):
                 module = getattr(attention, name)
                 delattr(attention, name)
@@ -68,18 +63,17 @@ class SiglipTower(nn.Module):
             self.vision_model.head = SiglipMultiheadAttentionPoolingHead(config)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Normalised ``[B,3,H,W]`` to features ``[B,N,D]`` after the final norm."""
+        """Map normalised ``[B,3,H,W]`` to features ``[B,N,D]`` after the final norm."""
         vision = self.vision_model
-        blocks = next(vision.encoder.parameters()).dtype  # pi0 has more precise embeddings
+        blocks = next(vision.encoder.parameters()).dtype  # pi0's embeddings are more precise
         hidden = vision.encoder(inputs_embeds=vision.embeddings(pixels).to(blocks)).last_hidden_state
         return vision.post_layernorm(hidden)
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
         recompute_layers(self.vision_model, self.vision_model.encoder.layers)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
+        """Draw weights for training from scratch; see ``common/init.py``."""
         vision = self.vision_model
         init_linears(vision, generator, residual=("out_proj", "fc2"), blocks=self.spec.depth)
         patches = vision.embeddings.patch_embedding

@@ -1,6 +1,6 @@
-"""The network and the distribution of a Gaussian policy.
+"""Network and distribution of a Gaussian policy.
 
-Shapes: B batch, V cameras, H picture side, S padded state, F features, C actions in a chunk, A action dimensions.
+Shapes: B batch, V cameras, H image side, S padded state, F features, C actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ from embodrl.models.gaussian.spec import GaussianArchitectureConfig
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
 LAST_LAYER_GAIN = 0.01
-"""A policy begins with actions around 0, whatever it sees."""
+"""Makes the initial actions of a policy close to 0 for any input."""
 _QUADRATURE = np.linspace(-8.0, 8.0, 129)
-"""Standard normal numbers at which the entropy is summed, off by 1e-4 at most up to the largest deviation."""
+"""Standard normal points for the entropy sum; its error is at most 1e-4 up to the largest deviation."""
 MIN_STATE_STD = 0.01
-"""In units of the state: what hardly moved in the data is not made large."""
+"""In state units: dimensions that hardly moved in the data are not amplified."""
 STATE_LIMIT = 10.0
-"""Standard deviations from the mean beyond which a state counts as this far."""
+"""Limit of the normalised state, in standard deviations from the mean."""
 
 
 @dataclass(frozen=True)
 class GaussianSpec:
-    """Dimensions of a policy; see ``GaussianArchitectureConfig``.
-
-    ``normalise_state`` tells whether the weights have a mean and a deviation of the state.
-    """
+    """Dimensions of a policy (``GaussianArchitectureConfig``), and whether the weights normalise the state."""
 
     num_action_chunks: int
     action_dim: int
@@ -53,7 +50,7 @@ class GaussianSpec:
 
     @classmethod
     def of(cls, shape: GaussianArchitectureConfig, num_action_chunks: int, action_dim: int) -> GaussianSpec:
-        """Return the dimensions that the settings ask for."""
+        """Return the dimensions in the settings."""
         return cls(num_action_chunks, action_dim, **shape.model_dump())
 
     @property
@@ -65,8 +62,8 @@ class GaussianSpec:
 class TanhGaussian(NamedTuple):
     """``a = tanh(u)``, ``u ~ N(mean, std^2)``, independently for each number of a chunk; both ``float32[B,C,A]``.
 
-    The change of variables is that of Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications",
-    arXiv 1812.05905, appendix C.
+    Change of variables: Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications", arXiv 1812.05905,
+    appendix C.
     """
 
     mean: Tensor
@@ -84,8 +81,8 @@ class TanhGaussian(NamedTuple):
     def entropy(self) -> Tensor:
         """Return the differential entropy ``float32[B,C,A]`` in nats: ``H(u) + E[log(1 - tanh(u)^2)]``.
 
-        The expectation is taken by the trapezoidal rule, which converges exponentially under a Gaussian weight
-        (Trefethen and Weideman 2014, "The Exponentially Convergent Trapezoidal Rule", SIAM Review 56, section 5).
+        The expectation uses the trapezoidal rule, which converges exponentially under a Gaussian weight (Trefethen and
+        Weideman 2014, "The Exponentially Convergent Trapezoidal Rule", SIAM Review 56, section 5).
         """
         weights = np.exp(-0.5 * _QUADRATURE**2)
         u = self.mean[..., None] + self.std[..., None] * self.mean.new_tensor(_QUADRATURE)
@@ -99,11 +96,7 @@ def log_slope(u: Tensor) -> Tensor:
 
 
 class GaussianModel(nn.Module):
-    """Features of an observation, and the distribution of a chunk given these.
-
-    Attributes:
-        state_mean, state_std: ``float32[S]``, what the state is normalised with, if it is.
-    """
+    """Features of an observation, and the distribution of a chunk; state statistics are ``float32[S]``."""
 
     state_mean: Tensor
     state_std: Tensor
@@ -121,7 +114,7 @@ class GaussianModel(nn.Module):
         self.policy.append(nn.Linear(sizes[-1], 2 * spec.num_action_chunks * spec.action_dim))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights; the standard deviation begins at ``initial_std`` whatever is seen."""
+        """Draw weights; the standard deviation starts at ``initial_std`` for any input."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 init_matrix(module.weight, generator, math.sqrt(2.0))
@@ -137,14 +130,14 @@ class GaussianModel(nn.Module):
         last.bias.data[last.out_features // 2 :] = math.atanh((math.log(self.spec.initial_std) - middle) / half)
 
     def normalise_state(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        """Normalise states of that many numbers, of which padding is none."""
+        """Normalise states with ``mean`` and ``std``; padding is excluded."""
         padding = self.spec.max_state_dim - len(mean)
         self.register_buffer("state_mean", torch.tensor([*mean, *[0.0] * padding]))
         self.register_buffer("state_std", torch.tensor([*std, *[1.0] * padding]).clamp_min(MIN_STATE_STD))
         self.spec = replace(self.spec, normalise_state=True)
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the state, which statistics normalise."""
+        """Return ``float32[B,F]``: CNN features of the images, and the (normalised) state."""
         state = inputs["state"].float()
         if self.spec.normalise_state:
             state = ((state - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
@@ -153,7 +146,7 @@ class GaussianModel(nn.Module):
     def distribution(self, features: Tensor) -> TanhGaussian:
         """Return the distribution of a chunk ``[B,C,A]``.
 
-        ``log std`` is a tanh scaled to -5 to 2, as CleanRL's sac_continuous_action.py has it.
+        ``log std`` is a tanh scaled to -5 to 2, as in CleanRL's sac_continuous_action.py.
         """
         x = features
         for layer in self.policy[:-1]:

@@ -1,4 +1,4 @@
-"""A small Gaussian policy: trained by PPO and its variants, by imitation, or off-policy.
+"""A small Gaussian policy, trained by PPO and its variants, by imitation, or off-policy.
 
 Shapes: B batch, C actions in a chunk, A action dimensions, F features.
 """
@@ -31,18 +31,12 @@ from embodrl.models.gaussian.spec import GaussianModelConfig
 from embodrl.types import ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 DRAWN = "pre_tanh"
-"""In ``forward_inputs``: what was drawn, ``float32[B,C,A]``; the action is its tanh."""
+"""Key of ``forward_inputs``: the drawn ``float32[B,C,A]``, whose tanh is the action."""
 FAMILY = "gaussian"
 
 
 class GaussianPolicy(VLAPolicy, OffPolicyActor):
-    """A chunk of actions from a tanh-Gaussian, in environment units.
-
-    Args:
-        model: the network.
-        config: section ``model``, of any family.
-        value_head: the critic of PPO, on the features.
-    """
+    """Draws action chunks from a tanh-Gaussian, in environment units; ``value_head`` is PPO's critic."""
 
     draws_by_row = True
 
@@ -57,10 +51,8 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``state float32[B,S]``, padded, and with a CNN ``images uint8[B,V,H,H,3]``.
 
-        What an instruction says of the advantage is the last number of the state: 1 positive, -1 negative.
-
-        Raises:
-            EmbodrlError: the state has more numbers than there is room for, or there are other cameras.
+        The last state number encodes the advantage condition of the instruction: 1 positive, -1 negative. Raises
+        ``EmbodrlError`` if the state is too large or the cameras differ.
         """
         spec = self.model.spec
         rows = observation.batch_size
@@ -70,7 +62,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
             dims = observation.state.shape[1]
             if dims == spec.max_state_dim:
                 raise EmbodrlError(
-                    f"the policy has room for the {dims} numbers of the state, and not for the condition",
+                    f"the policy has room for the {dims} numbers of the state but not for the condition",
                     f"set model.gaussian.max_state_dim={dims + 1} without a checkpoint",
                     code="condition-no-room",
                 )
@@ -79,8 +71,8 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         if spec.use_images:
             if cameras != spec.num_cameras:
                 raise EmbodrlError(
-                    f"the policy reads {spec.num_cameras} picture(s), and there are {cameras}",
-                    "use the cameras that it was trained with",
+                    f"the policy reads {spec.num_cameras} image(s), but there are {cameras}",
+                    "use the cameras that the policy was trained with",
                     code="policy-cameras",
                 )
             images = torch.from_numpy(np.ascontiguousarray(observation.images)).flatten(0, 1)
@@ -97,11 +89,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Draw a chunk for each row; in ``eval`` mode it is the tanh of the mean. ``sampling`` is for token policies.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
-        """
+        """Draw a chunk per row; in ``eval`` mode it is the tanh of the mean. ``sampling`` is for token policies."""
         self.check_mode(mode)
         inputs = self.preprocess(observation)
         features = self.features(inputs)
@@ -140,15 +128,13 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     # Imitation -------------------------------------------------------------------------------------------------------
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
-        """Return what ``preprocess`` returns and ``target float32[B,C,A]``."""
+        """Return the output of ``preprocess`` and ``target float32[B,C,A]``."""
         return {**self.preprocess(observation), "target": actions.float().to(self.device)}
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean squared error of the greedy action, and ``l1``; the standard deviation does not train.
+        """Return the mean squared error of the greedy action, and ``l1``; the standard deviation is not trained.
 
-        Args:
-            batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
-            label_smoothing_bins: for token policies.
+        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions.
         """
         features = self.features(batch)
         chunk: TanhGaussian = self.model.distribution(features)
@@ -182,13 +168,13 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         return self.chosen(features, u), chunk.log_prob(u).sum((1, 2))
 
     def chosen(self, features: Tensor, u: Tensor) -> Tensor:
-        """Return what is done ``float32[B,C,A]`` where ``u`` of the same shape was drawn."""
+        """Return the executed action ``float32[B,C,A]`` for a draw ``u`` of the same shape."""
         return torch.tanh(u)
 
     # Parts and files -------------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, nn.Module]:
-        """``vision`` with a CNN, ``policy``, and ``value_head`` where there is one."""
+        """Return ``vision`` with a CNN, ``policy``, and ``value_head`` if there is a critic."""
         parts = {"vision": self.model.vision, "policy": self.model.policy, "value_head": self.value_head}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -196,10 +182,9 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         return list(self.model.policy[-1].parameters())
 
     def enable_gradient_checkpointing(self) -> None:
-        """There is nothing worth computing again: the activations are small."""
+        """Do nothing: the activations are small."""
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write config.json, the weights and the value head."""
         with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(self.model.state_dict(), staging, one_file=True)
             save_heads(staging, self.value_head)
@@ -207,11 +192,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
 
 
 def padded_state(observation: Observation, size: int, section: str) -> Tensor:
-    """Return the state as ``float32[B,size]``.
-
-    Raises:
-        EmbodrlError: it has more numbers than that; names the section with the setting.
-    """
+    """Return the state as ``float32[B,size]``; raise ``EmbodrlError``, naming ``section``, if it is larger."""
     dims = observation.state.shape[1]
     if dims > size:
         raise EmbodrlError(
@@ -227,10 +208,7 @@ def padded_state(observation: Observation, size: int, section: str) -> Tensor:
 def build_gaussian(
     config: GaussianModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[GaussianPolicy, LoadReport]:
-    """Build the policy that a configuration asks for; with ``model_path`` it has the dimensions of the checkpoint.
-
-    Arguments and errors as of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
     spec = wanted = GaussianSpec.of(config.gaussian, config.num_action_chunks, config.action_dim)
@@ -261,15 +239,11 @@ def build_gaussian(
 
 
 def _normalise(model: GaussianModel, config: GaussianModelConfig, report: LoadReport) -> None:
-    """Take the state's mean and deviation from ``model.stats_path``, else those of the checkpoint if it has some.
-
-    Raises:
-        CheckpointError: they are of more numbers than there is room for.
-    """
+    """Take the state's normalisation from ``model.stats_path``, else from the checkpoint if it has one."""
     given = given_stats(config)
     if given is None or given.state is None:
         own = model.spec.normalise_state
-        report.conventions["state"] = "normalised as the weights say" if own else "as it is: there are no statistics"
+        report.conventions["state"] = "normalised as in the weights" if own else "as it is: there are no statistics"
         return
     report.conventions["state"] = f"normalised by {given.source}"
     fields = Fields(given.state, given.source, CheckpointError, "compute them: `embodrl sft sft.stats=data`")
@@ -277,7 +251,7 @@ def _normalise(model: GaussianModel, config: GaussianModelConfig, report: LoadRe
     if size > model.spec.max_state_dim:
         raise CheckpointError(
             f"{given.source}: a state of {size} numbers, the policy has room for {model.spec.max_state_dim}",
-            "give statistics of the data that the policy is for, or raise model.gaussian.max_state_dim",
+            "give statistics of the policy's own data, or raise model.gaussian.max_state_dim",
             code="state-size",
         )
     model.normalise_state(fields.numbers("mean", size), fields.numbers("std", size))
@@ -287,8 +261,8 @@ def read_spec(path: Path) -> GaussianSpec:
     """Return the dimensions in config.json.
 
     Raises:
-        PolicyFileError: it is damaged.
-        CheckpointError: it is of another family.
+        PolicyFileError: the file is damaged.
+        CheckpointError: the file is another family's.
     """
     fields = read_file(path)
     check_family(fields, (FAMILY,))

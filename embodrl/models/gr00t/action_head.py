@@ -1,9 +1,9 @@
 """GR00T's action head with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025, and later).
 
-It turns features of images and prompt, the state and a noisy chunk of actions into the velocity of the chunk. Its time
-runs from noise (0) to data (1), opposite to ``common/flow.py``. Weights of encoders and decoder belong to an embodiment
-(a robot). Shapes: B batch, H actions, D padded action dimensions, S tokens of images and prompt, E their width, W width
-of the diffusion transformer, F its output width.
+It maps image and prompt features, the state and a noisy action chunk to the chunk's velocity. Its time runs from noise
+(0) to data (1), opposite to ``flow/flow.py``. Encoder and decoder weights are per embodiment (robot).
+Shapes: B batch, H actions, D padded action dimensions, S tokens of images and prompt, E their width, W width of the
+diffusion transformer, F its output width.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Embodiment = int | Tensor
 
 
 class EmbodimentLinear(nn.Module):
-    """A linear layer with weights for each embodiment."""
+    """A linear layer with separate weights per embodiment."""
 
     def __init__(self, num_embodiments: int, input_dim: int, output_dim: int) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class EmbodimentLinear(nn.Module):
         self.b = nn.Parameter(torch.empty(num_embodiments, output_dim))
 
     def forward(self, x: Tensor, embodiment: Embodiment) -> Tensor:
-        """``[B,L,input_dim]`` to ``[B,L,output_dim]``.
+        """Map ``[B,L,input_dim]`` to ``[B,L,output_dim]``.
 
-        One embodiment for all rows needs no copy of its weights for each row, which at full size are gigabytes.
+        One embodiment for all rows avoids a per-row copy of its weights, which at full size are gigabytes.
         """
         if isinstance(embodiment, int):
             return x @ self.W[embodiment] + self.b[embodiment]
@@ -51,7 +51,7 @@ class EmbodimentLinear(nn.Module):
 
 
 class EmbodimentMlp(nn.Module):
-    """Two layers with ReLU between them."""
+    """Two layers with ReLU in between."""
 
     def __init__(self, num_embodiments: int, input_dim: int, hidden_dim: int, output_dim: int) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ class EmbodimentMlp(nn.Module):
         self.layer2 = EmbodimentLinear(num_embodiments, hidden_dim, output_dim)
 
     def forward(self, x: Tensor, embodiment: Embodiment) -> Tensor:
-        """``[B,L,input_dim]`` to ``[B,L,output_dim]``."""
+        """Map ``[B,L,input_dim]`` to ``[B,L,output_dim]``."""
         return self.layer2(F.relu(self.layer1(x, embodiment)), embodiment)
 
 
 class ActionEncoder(nn.Module):
-    """Noisy actions and the time to tokens."""
+    """Encodes noisy actions and the time as tokens."""
 
     def __init__(self, num_embodiments: int, action_dim: int, width: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class ActionEncoder(nn.Module):
         self.W3 = EmbodimentLinear(num_embodiments, width, width)
 
     def forward(self, actions: Tensor, bucket: Tensor, embodiment: Embodiment) -> Tensor:
-        """Actions ``[B,H,D]`` and time ``int64[B]`` or ``int64[B,H]`` to ``[B,H,W]``."""
+        """Map actions ``[B,H,D]`` and time ``int64[B]`` or ``int64[B,H]`` to ``[B,H,W]``."""
         embedded = self.W1(actions, embodiment)
         time = per_token(sinusoids(bucket, embedded.shape[-1])).to(embedded.dtype).expand_as(embedded)
         hidden = F.silu(self.W2(torch.cat([embedded, time], dim=-1), embodiment))
@@ -83,7 +83,7 @@ class ActionEncoder(nn.Module):
 def sinusoids(bucket: Tensor, width: int) -> Tensor:
     """Return ``float32[...,width]``: sin, cos of ``t * 10000^(-i / h)``, i from 0 to h - 1 and h half the width.
 
-    In the reference's order of operations: at angles of a thousand, the rounding of float32 shows.
+    Operations follow the reference's order: at angles of a thousand, float32 rounding shows.
     """
     half = width // 2
     exponent = -torch.arange(half, dtype=torch.float32, device=bucket.device) * (math.log(MAX_PERIOD) / half)
@@ -92,7 +92,7 @@ def sinusoids(bucket: Tensor, width: int) -> Tensor:
 
 
 class FlowActionHead(nn.Module):
-    """Everything of GR00T after its vision-language model."""
+    """All of GR00T after its vision-language model."""
 
     def __init__(self, spec: ActionHeadSpec) -> None:
         super().__init__()
@@ -110,23 +110,15 @@ class FlowActionHead(nn.Module):
         self.vl_self_attention = SelfAttentionTransformer(spec.vl)
 
     def process_features(self, features: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the features ``[B,S,E]`` that actions attend to.
-
-        Args:
-            features: of the vision-language model, ``[B,S,E]``.
-            mask: ``bool[B,1,1,S]``, False at padding; None if there is none.
-        """
+        """Return the features ``[B,S,E]`` that actions attend to; ``mask bool[B,1,1,S]`` is False at padding."""
         return self.vl_self_attention(self.vlln(features), mask)
 
     def seen(self, mask: Tensor | None, at_images: Tensor) -> ContextMask:
-        """Return which features each block of the diffusion transformer attends to.
+        """Return the features that each block of the diffusion transformer attends to.
 
-        In N1.5 all; in later versions cross-attending blocks look at images, and every ``text_every``-th, from the
-        first on, at the rest instead.
-
-        Args:
-            mask: ``bool[B,S]``, False at padding; None if there is none.
-            at_images: ``bool[B,S]``, True at image patches.
+        In N1.5 all features; in later versions cross-attending blocks attend to images, except that every
+        ``text_every``-th, starting with the first, attends to the rest. ``mask bool[B,S]`` is False at padding,
+        ``at_images bool[B,S]`` True at image patches.
         """
         every = self.spec.text_every
         if every is None:
@@ -136,13 +128,13 @@ class FlowActionHead(nn.Module):
         return [text if block % (2 * every) == 0 else images for block in range(self.spec.dit.num_layers)]
 
     def encode_state(self, state: Tensor, embodiment: Embodiment) -> Tensor:
-        """``[B,1,state_dim]`` to ``[B,1,W]``."""
+        """Map ``[B,1,state_dim]`` to ``[B,1,W]``."""
         return self.state_encoder(state, embodiment)
 
     def buckets(self, time: Tensor) -> Tensor:
         """Return ``int(1000 t)`` as ``int64[...]`` for t ``float32[...]``.
 
-        A thousandth of a bucket is added first, so that 0.6 in float32 is not taken for 599.99.
+        A thousandth of a bucket is added first, so that float32 0.6 does not become 599.
         """
         return (time * self.spec.num_timestep_buckets + TIME_ROUNDING).long()
 
@@ -159,12 +151,12 @@ class FlowActionHead(nn.Module):
 
         Args:
             actions: ``[B,H,D]``, between noise and data.
-            bucket: time, ``int64[B]``, 0 (noise) to 1000 (data); or ``int64[B,H]`` of each action, of which the last
-                is that of the tokens that are no actions.
-            state: from ``encode_state``.
-            known: from ``self.model.key_values`` of the processed features.
-            mask: from ``seen``.
-            embodiment: whose weights.
+            bucket: time, 0 (noise) to 1000 (data), ``int64[B]``, or ``int64[B,H]`` per action, where the last also
+                applies to non-action tokens.
+            state: output of ``encode_state``.
+            known: output of ``self.model.key_values`` for the processed features.
+            mask: output of ``seen``.
+            embodiment: embodiment whose weights are used.
         """
         horizon = actions.shape[1]
         tokens = self.action_encoder(actions, bucket, embodiment) + self.position_embedding.weight[:horizon]
@@ -179,7 +171,6 @@ class FlowActionHead(nn.Module):
         return self.action_decoder(features, embodiment), features
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
         self.model.gradient_checkpointing = self.vl_self_attention.gradient_checkpointing = True
 
     def init_weights(self, generator: torch.Generator) -> None:

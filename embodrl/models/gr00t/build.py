@@ -1,4 +1,4 @@
-"""From a ModelConfig to a GR00T N1.5 policy: a public checkpoint, or the tiny size."""
+"""Builds a GR00T N1.5 policy from a ModelConfig: a public checkpoint, or the tiny size."""
 
 from __future__ import annotations
 
@@ -47,14 +47,7 @@ POOLING_HEAD = f"{EAGLE}.vision_model.vision_model.head."
 def build_gr00t(
     config: Gr00tModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[Gr00tPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
-
-    With ``model_path`` it is a checkpoint in NVIDIA's layout, from a directory or the Hugging Face hub. Without, it
-    has the dimensions of ``gr00t`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
-    ``device``.
-
-    Arguments and errors as of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_chat_tokenizer()
@@ -118,7 +111,7 @@ def build_gr00t(
 
 
 def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
-    """Return the checkpoint's tokenizer, or Eagle's from the hub: NVIDIA's checkpoints come without one."""
+    """Return the checkpoint's tokenizer, or Eagle's from the hub: NVIDIA's checkpoints have none."""
     place = directory
     if not has_tokenizer(directory):
         hint = f"put {', '.join(EAGLE_FILES[1:5])} of {EAGLE_TOKENIZER} in the directory of the weights"
@@ -129,10 +122,9 @@ def _tokenizer(directory: Path, config: Gr00tConfig) -> ChatTokenizer:
 
 
 def _fitted(config: Gr00tConfig, files: list[Path], directory: Path) -> tuple[Gr00tConfig, dict[str, str]]:
-    """Return the configuration with the optional parts that a checkpoint has, and what to rename in it.
+    """Return the configuration with the optional parts that a checkpoint has, and the required renames.
 
-    Qwen's output layer is its embedding where the two are tied, and writers then store one of them; GR00T needs the
-    embedding.
+    Qwen's output layer is tied to its embedding, and some writers store only the former; GR00T needs the embedding.
     """
     names = checkpoint.stored_shapes(files)
     layers = {

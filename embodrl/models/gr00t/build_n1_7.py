@@ -1,12 +1,11 @@
-"""From a ModelConfig to a GR00T N1.7 policy, or to one of a version that differs by a ``Version``."""
+"""Builds a GR00T N1.7 policy from a ModelConfig: a public checkpoint, or the tiny size."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,10 +18,9 @@ from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.flow.fetched_tokenizer import fetch_tokenizer
-from embodrl.models.flow.flow_spec import FlowModelConfig
 from embodrl.models.flow.noise_head import build_noise_head
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
-from embodrl.models.gr00t.modeling import Gr00tN16Model, Gr00tN17Model
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import (
     CHAT_END,
@@ -35,13 +33,15 @@ from embodrl.models.gr00t.processing import (
 )
 from embodrl.models.gr00t.robots import NEW_EMBODIMENT, RobotStats
 from embodrl.models.gr00t.sidecars import PROCESSOR_FILE, with_statistics
-from embodrl.models.gr00t.spec import Gr00tN17ModelConfig, Gr00tTiledSizes
+from embodrl.models.gr00t.spec import Gr00tN17ModelConfig
 
 IMAGE_START = "<|vision_start|>"
 IMAGE_TOKEN = "<|image_pad|>"
 IMAGE_END = "<|vision_end|>"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
-QWEN = "backbone.model"
+LANGUAGE = "backbone.model.model.language_model."
+LM_HEAD = "backbone.model.lm_head.weight"
+VISION_LAYERS = "backbone.model.model.visual.blocks."
 MASK_TOKEN = "action_head.mask_token"
 
 
@@ -54,14 +54,7 @@ class QwenTokenizer(ChatTokenizer):
 
 
 class Gr00tN17Processor(Gr00tProcessor):
-    """Prompts, images and states as N1.7's processor_config.json says.
-
-    Args:
-        tokenizer: of the language model.
-        config: of the model.
-        robot: whose states are normalised.
-        max_prompt_tokens: L.
-    """
+    """Prepares prompts, images and states as in N1.7's processor_config.json; ``max_prompt_tokens`` is L."""
 
     section: ClassVar[str] = "model.gr00t_n1_7"
 
@@ -82,13 +75,13 @@ class Gr00tN17Processor(Gr00tProcessor):
         self.formalize = config.sidecars.settings.flag("formalize_language", True)
 
     def chat(self, instruction: str, num_images: int) -> str:
-        """Return a user's message of images and instruction, as Qwen3-VL's template makes it of those alone."""
+        """Return a user message of images and instruction, as from Qwen3-VL's template without anything else."""
         text = self.formalized(instruction)
         images = f"{IMAGE_START}{IMAGE_TOKEN * self.num_patches}{IMAGE_END}" * num_images
         return f"{CHAT_START}user\n{images}{text}{CHAT_END}\n"
 
     def formalized(self, instruction: str) -> str:
-        """Return an instruction in small letters without punctuation, unless the checkpoint takes it as it is."""
+        """Return an instruction in lower case without punctuation, unless the checkpoint uses it unchanged."""
         return re.sub(r"[^\w\s]", "", instruction.lower()) if self.formalize else instruction
 
     def resized(self, images: Tensor) -> Tensor:
@@ -96,90 +89,36 @@ class Gr00tN17Processor(Gr00tProcessor):
         return self.images(images)
 
 
-@dataclass(frozen=True)
-class Version:
-    """What N1.6 and N1.7 differ in.
-
-    Attributes:
-        config: class of the configuration.
-        model: of the network.
-        processor: of the processor.
-        tokenizer: of the chat's tokenizer.
-        fetched: hub repository of the tokenizer; None if it is in none.
-        language: prefix of the language model's names.
-        lm_head: name of its output layer.
-        vision_layers: prefix of the names of vision blocks.
-    """
-
-    config: type[Gr00tN17Config]
-    model: Callable[[Any], Gr00tN17Model | Gr00tN16Model]
-    processor: type[Gr00tN17Processor]
-    tokenizer: type[ChatTokenizer]
-    fetched: str | None
-    language: str
-    lm_head: str
-    vision_layers: str
-
-
-N1_7 = Version(
-    Gr00tN17Config,
-    Gr00tN17Model,
-    Gr00tN17Processor,
-    QwenTokenizer,
-    Gr00tN17Config.backbone,
-    f"{QWEN}.model.language_model.",
-    f"{QWEN}.lm_head.weight",
-    f"{QWEN}.model.visual.blocks.",
-)
-
-
 def build_gr00t_n1_7(
     config: Gr00tN17ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[Gr00tPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
-
-    With ``model_path`` it is a checkpoint in NVIDIA's layout, from a directory or the Hugging Face hub. Without, it
-    has the dimensions of ``gr00t_n1_7`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
-    ``device``.
-
-    Arguments and errors as of ``models.registry.build_policy``.
-    """
-    return build(config, config.gr00t_n1_7, N1_7, torch.device(device), dtype, seed)
-
-
-def build(
-    config: FlowModelConfig,
-    sizes: Gr00tTiledSizes,
-    version: Version,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-) -> tuple[Gr00tPolicy, LoadReport]:
-    """Build a policy of a version; see ``build_gr00t_n1_7``."""
+    """Build the configured policy; see ``models.registry.build_policy``."""
+    device = torch.device(device)
+    sizes = config.gr00t_n1_7
     directory, report = checkpoint.locate(config)
-    tokenizer = tiny_chat_tokenizer(version.tokenizer)
-    model_config = version.config.from_architecture(sizes, tokenizer.vocab_size, config.action_dim)
+    tokenizer = tiny_chat_tokenizer(QwenTokenizer)
+    model_config = Gr00tN17Config.from_architecture(sizes, tokenizer.vocab_size, config.action_dim)
     files = []
     aliases = {}
     ignore = {}
     if directory is not None:
-        found = version.config.from_directory(directory, checkpoint.place_of(PROCESSOR_FILE, directory, report))
+        found = Gr00tN17Config.from_directory(directory, checkpoint.place_of(PROCESSOR_FILE, directory, report))
         if config.model_path is None:
             parts = ("vision", "qwen", "head")
-            checkpoint.check_size(found, model_config, parts, directory, version.processor.section)
-        tokenizer = _tokenizer(directory, found, version)
+            checkpoint.check_size(found, model_config, parts, directory, Gr00tN17Processor.section)
+        tokenizer = _tokenizer(directory, found)
         files = checkpoint.weight_files(directory)
-        model_config, aliases, ignore = _fitted(found, version, files, directory)
+        model_config, aliases, ignore = _fitted(found, files, directory)
     if given := given_sets(config, "gr00t", NEW_EMBODIMENT):
         horizon = max(config.num_action_chunks, model_config.head.action_horizon)
         model_config = replace(model_config, sidecars=with_statistics(model_config.sidecars, given, horizon))
     robot = model_config.sidecars.robot(config.unnorm_key, config.action_dim, report.source)
     _check_horizon(robot, config.num_action_chunks, model_config.head.action_horizon)
-    processor = version.processor(tokenizer, model_config, robot, sizes.max_prompt_tokens)
+    processor = Gr00tN17Processor(tokenizer, model_config, robot, sizes.max_prompt_tokens)
     processor.check_room()
     generator = new_generator(device, seed)
     with torch.device("meta"):
-        model = version.model(model_config)
+        model = Gr00tN17Model(model_config)
     checkpoint.fill(
         model,
         files,
@@ -209,7 +148,7 @@ def _check_horizon(robot: RobotStats, num_action_chunks: int, predicted: int) ->
     if robot.horizon > predicted:
         raise CheckpointError(
             f"the robot '{robot.name}' has actions of {robot.horizon} steps, the model predicts {predicted}",
-            "use a checkpoint whose processor_config.json and config.json belong together",
+            "use a checkpoint whose processor_config.json and config.json match",
             code="action-horizon",
         )
     if num_action_chunks > robot.horizon:
@@ -220,42 +159,35 @@ def _check_horizon(robot: RobotStats, num_action_chunks: int, predicted: int) ->
         )
 
 
-def _tokenizer(directory: Path, config: Gr00tN17Config, version: Version) -> ChatTokenizer:
-    """Return the checkpoint's tokenizer, or that of its language model from the hub: NVIDIA's come without one."""
+def _tokenizer(directory: Path, config: Gr00tN17Config) -> ChatTokenizer:
+    """Return the checkpoint's tokenizer, or its language model's from the hub: NVIDIA's checkpoints have none."""
     place = directory
     if not has_tokenizer(directory):
-        hint = f"put tokenizer.json of {config.backbone} into the directory"
-        if version.fetched is None:
-            raise CheckpointError(
-                f"{directory} has no tokenizer",
-                f"{hint}: it comes with NVIDIA's code, gr00t/model/modules/{config.backbone}",
-                code="tokenizer-mismatch",
-            )
-        place = fetch_tokenizer(version.fetched, TOKENIZER_FILES, directory, f"{hint}; its page grants access")
-    tokenizer = load_chat_tokenizer(place, version.tokenizer)
+        hint = f"put tokenizer.json of {config.backbone} into the directory; its page grants access"
+        place = fetch_tokenizer(config.backbone, TOKENIZER_FILES, directory, hint)
+    tokenizer = load_chat_tokenizer(place, QwenTokenizer)
     check_vocabulary(place, tokenizer.vocab_size, config.qwen.vocab_size)
     return tokenizer
 
 
 def _fitted(
-    config: Gr00tN17Config, version: Version, files: list[Path], directory: Path
+    config: Gr00tN17Config, files: list[Path], directory: Path
 ) -> tuple[Gr00tN17Config, dict[str, str], dict[str, str]]:
-    """Return the configuration with the optional parts that a checkpoint has, what to rename in it and what to ignore.
+    """Return the configuration with a checkpoint's optional parts, the required renames and the ignored names.
 
-    Qwen's output layer is its embedding, and writers store one of them or both; GR00T needs the embedding.
+    Qwen's output layer is tied to its embedding, and writers store one or both; GR00T needs the embedding.
     """
     names = checkpoint.stored_shapes(files)
     layers = {
-        version.vision_layers: config.vision.depth,
-        f"{version.language}layers.": config.qwen.num_hidden_layers,
+        VISION_LAYERS: config.vision.depth,
+        f"{LANGUAGE}layers.": config.qwen.num_hidden_layers,
         "action_head.model.transformer_blocks.": config.head.dit.num_layers,
         "action_head.vl_self_attention.transformer_blocks.": config.head.vl.num_layers,
     }
     checkpoint.check_layers(names, {name: count for name, count in layers.items() if count}, directory)
-    embedding = f"{version.language}embed_tokens.weight"
-    tied = version.lm_head in names and embedding not in names
-    pooling = any(".vision_model.head." in name for name in names)
-    aliases = {version.lm_head: embedding} if tied else {}
+    embedding = f"{LANGUAGE}embed_tokens.weight"
+    tied = LM_HEAD in names and embedding not in names
+    aliases = {LM_HEAD: embedding} if tied else {}
     ignore = {MASK_TOKEN: "replaces states in the public training only"} if MASK_TOKEN in names else {}
-    lm_head = version.lm_head in names and not tied
-    return replace(config, lm_head=lm_head, pooling_head=pooling), aliases, ignore
+    lm_head = LM_HEAD in names and not tied
+    return replace(config, lm_head=lm_head), aliases, ignore

@@ -1,9 +1,9 @@
-"""What config.json of a GR00T N1.5 checkpoint says, plus what it leaves to the code that it was trained with.
+"""config.json of a GR00T N1.5 checkpoint, completed by facts from the training code.
 
 The public config.json describes the action head and names the vision-language model ("Eagle 2.5") without its
-dimensions. Those, the connector ("1mlp_nops": one linear layer, no pixel shuffle) and the embodiments' numbers are the
-constants below. They follow public descriptions of the checkpoint; its weights were not seen, but with them the model
-has the 2,724,163,520 parameters that users of the checkpoint report.
+dimensions. Those, the connector ("1mlp_nops": one linear layer, no pixel shuffle) and the embodiment ids are constants
+below. They follow public descriptions of the checkpoint; its weights were not available, but with these constants the
+model has the 2,724,163,520 parameters that users of the checkpoint report.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ EMBODIMENT_IDS = {
     **{NEW_EMBODIMENT: 31, "oxe_droid": 17, "agibot_genie1": 26, "genie1_gripper": 26, "gr1": 24},
     **{"libero_franka": 31, "maniskill_widowx": 30, "isaaclab_franka": 31},
 }
-"""NVIDIA's robots of N1.5, and RLinf's."""
+"""Robots of NVIDIA's N1.5 and of RLinf."""
 SYSTEM_PROMPT = "You are a helpful assistant."
 NO_TRANSFORMER = TransformerSpec(0, 0, 0)
 
 
 @dataclass(frozen=True)
 class QwenSpec:
-    """Dimensions of the language model; ``num_hidden_layers`` are those that are kept."""
+    """Dimensions of the language model; ``num_hidden_layers`` counts the kept layers."""
 
     vocab_size: int
     hidden_size: int
@@ -71,18 +71,18 @@ class ActionHeadSpec:
     """Dimensions of the action head.
 
     Attributes:
-        dit: the diffusion transformer.
-        vl: self-attention over the features of images and prompt; without layers there is none.
+        dit: diffusion transformer.
+        vl: self-attention over image and prompt features; absent if it has no layers.
         backbone_dim: width of those features.
         hidden_size: output width of the diffusion transformer, and hidden units of state encoder and decoder.
         action_dim, max_state_dim: padded dimensions.
         action_horizon: H.
-        num_embodiments: robots with encoders and decoders of their own.
-        num_future_tokens: learned tokens between state and actions, of N1.5.
+        num_embodiments: robots with their own encoders and decoders.
+        num_future_tokens: learned tokens between state and actions (N1.5).
         max_seq_len: rows of the position embedding; the first H are used.
-        num_timestep_buckets: times are whole numbers up to this.
+        num_timestep_buckets: maximum of the integer times.
         noise_beta_alpha, noise_beta_beta, noise_s: distribution of training times.
-        text_every: one of so many cross-attentions looks at the prompt and the others at images; None: all at both.
+        text_every: every n-th cross-attention reads the prompt, the others read images; None: all read both.
     """
 
     dit: TransformerSpec
@@ -107,14 +107,14 @@ class Gr00tConfig:
     """A GR00T N1.5 model.
 
     Attributes:
-        siglip, qwen, head: its parts.
-        system_prompt: opens the chat; empty for none.
-        embodiment_ids: names of robots to numbers of their encoders.
-        lm_head, pooling_head: keep Qwen's output layer and SigLIP's pooling head, which the public checkpoint has and
-            nothing runs.
-        metadata: experiment_cfg/metadata.json, statistics by robot.
-        raw: config.json, so that saving keeps the keys that embodrl does not use.
-        keys: by robot, parts of state and action that a policy of embodrl was trained with.
+        siglip, qwen, head: parts of the model.
+        system_prompt: start of the chat; empty for none.
+        embodiment_ids: robot name -> encoder index.
+        lm_head, pooling_head: whether to keep Qwen's output layer and SigLIP's pooling head, which the public
+            checkpoint has but nothing runs.
+        metadata: statistics by robot, from experiment_cfg/metadata.json.
+        raw: config.json, so that saving preserves keys that embodrl does not use.
+        keys: state and action keys by robot, for policies trained by embodrl.
     """
 
     siglip: SiglipSpec
@@ -135,11 +135,11 @@ class Gr00tConfig:
 
     @property
     def patches_per_image(self) -> int:
-        """What the vision transformer sees."""
+        """Patches that the vision transformer reads."""
         return self.siglip.num_patches
 
     def files(self) -> dict[str, Mapping[str, object]]:
-        """Return the content of the files beside the weights, by name."""
+        """Return the contents of the files that accompany the weights, by name."""
         return {CONFIG_FILE: self.to_dict(), str(METADATA_FILE): stats_content(self.metadata)}
 
     def public(self, action_dim: int) -> Gr00tConfig:
@@ -147,7 +147,7 @@ class Gr00tConfig:
         return replace(PUBLIC, metadata=self.metadata, keys=self.keys)
 
     def to_dict(self) -> dict[str, object]:
-        """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
+        """Return config.json: the public keys, and ``embodrl`` for everything else."""
         head = self.head
         raw = fields_of(self.raw, CONFIG_FILE)
         raw_head = raw.fields("action_head_cfg", {})
@@ -186,16 +186,10 @@ class Gr00tConfig:
 
     @staticmethod
     def from_dict(raw: Mapping[str, object], metadata: Mapping[str, Fields], source: str = CONFIG_FILE) -> Gr00tConfig:
-        """Read config.json.
-
-        Args:
-            raw: the parsed file.
-            metadata: experiment_cfg/metadata.json, by robot.
-            source: named in errors.
+        """Read config.json and the statistics by robot (``metadata``); ``source`` is named in errors.
 
         Raises:
-            CheckpointError: another model, another version of GR00T, a variant that is not supported, or an invalid
-                value.
+            CheckpointError: another model or GR00T version, an unsupported variant, or an invalid value.
         """
         fields = fields_of(raw, source)
         _reject_other_models(fields)
@@ -228,14 +222,10 @@ class Gr00tConfig:
 
     @staticmethod
     def from_directory(directory: Path, fine_tuned: Path | None = None) -> Gr00tConfig:
-        """Read config.json and experiment_cfg/metadata.json.
-
-        Args:
-            directory: of the checkpoint.
-            fine_tuned: has metadata.json; None for the same directory.
+        """Read config.json and, from ``fine_tuned`` if given, experiment_cfg/metadata.json.
 
         Raises:
-            CheckpointError: a file is missing, invalid, or of another model.
+            CheckpointError: a file is missing, invalid, or another model's.
         """
         fields = read_file(directory / CONFIG_FILE)
         _reject_other_models(fields)
@@ -246,7 +236,7 @@ class Gr00tConfig:
     def from_architecture(
         arch: Gr00tArchitectureConfig, vocab_size: int, metadata: Mapping[str, object]
     ) -> Gr00tConfig:
-        """Return the configuration of a model built without a checkpoint; its chat has no system message."""
+        """Return the configuration of a model without a checkpoint; its chat has no system message."""
         siglip = arch.siglip
         return Gr00tConfig(
             SiglipSpec(arch.image_size, arch.patch_size, siglip.width, siglip.depth, siglip.num_heads, siglip.mlp_dim),
@@ -270,7 +260,7 @@ def _keys(robots: Fields) -> dict[str, Keys]:
 
 
 def tiny_qwen(arch: Gr00tSizes, vocab_size: int) -> QwenSpec:
-    """Return the dimensions of the language model of a model built without a checkpoint."""
+    """Return the language model's dimensions for a model without a checkpoint."""
     return QwenSpec(
         vocab_size,
         arch.hidden_size,
@@ -285,13 +275,7 @@ def tiny_qwen(arch: Gr00tSizes, vocab_size: int) -> QwenSpec:
 
 
 def tiny_head(arch: Gr00tSizes, num_future_tokens: int = 0, text_every: int | None = None) -> ActionHeadSpec:
-    """Return the dimensions of the action head of a model built without a checkpoint.
-
-    Args:
-        arch: settings.
-        num_future_tokens: as in ``ActionHeadSpec``.
-        text_every: as in ``ActionHeadSpec``.
-    """
+    """Return the action head's dimensions for a model without a checkpoint; see ``ActionHeadSpec``."""
     vl = NO_TRANSFORMER
     if isinstance(arch, Gr00tFeatureBlocks):
         vl = TransformerSpec(arch.vl_num_layers, arch.vl_num_heads, arch.vl_head_dim)
@@ -311,7 +295,7 @@ def tiny_head(arch: Gr00tSizes, num_future_tokens: int = 0, text_every: int | No
 
 
 def transformer_dict(spec: TransformerSpec) -> dict[str, int]:
-    """Return what config.json calls the dimensions of a transformer."""
+    """Return a transformer's dimensions under their config.json names."""
     return {
         "num_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
@@ -320,23 +304,16 @@ def transformer_dict(spec: TransformerSpec) -> dict[str, int]:
 
 
 def transformer_spec(fields: Fields) -> TransformerSpec:
-    """Return the dimensions of a transformer without positions of its own.
-
-    Raises:
-        CheckpointError: it has positions, or a dimension is missing or invalid.
-    """
+    """Return a transformer's dimensions; raise ``CheckpointError`` if it has positions or a dimension is invalid."""
     if fields.content.get("positional_embeddings") is not None:
         refuse(fields.source, "positional_embeddings", fields.content["positional_embeddings"], "GR00T has null")
     return TransformerSpec(*(size(fields, name) for name in transformer_dict(NO_TRANSFORMER)))
 
 
 def head_dict(head: ActionHeadSpec, raw: Fields, **of_dit: int) -> dict[str, object]:
-    """Return what config.json says of an action head, as all versions name it: the inverse of ``head_spec``.
+    """Return an action head's config.json section, with the names of all versions; inverse of ``head_spec``.
 
-    Args:
-        head: dimensions.
-        raw: the section as it was read, whose dropout and number of denoising steps are kept.
-        of_dit: further entries of ``diffusion_model_cfg``.
+    Dropout and the number of denoising steps are preserved from ``raw``; ``of_dit`` extends ``diffusion_model_cfg``.
     """
 
     def transformer(name: str, spec: TransformerSpec) -> dict[str, object]:
@@ -373,14 +350,9 @@ def head_dict(head: ActionHeadSpec, raw: Fields, **of_dit: int) -> dict[str, obj
 
 
 def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
-    """Return the dimensions of an action head, as all versions name them.
+    """Return the dimensions of an action head's config.json section, with the names of all versions.
 
-    Args:
-        head: of config.json.
-        action_dim: name of the padded dimensions of actions.
-
-    Raises:
-        CheckpointError: a dimension is missing, invalid or not supported.
+    ``action_dim`` is the key of the padded action dimensions. Raises ``CheckpointError`` for invalid values.
     """
     model = head.fields("diffusion_model_cfg")
     for holder, name, wanted in (
@@ -395,7 +367,7 @@ def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
     hidden_size = size(head, "hidden_size", 1024)
     for holder, name, wanted in ((head, "input_embedding_dim", dit.width), (model, "output_dim", hidden_size)):
         if (found := size(holder, name, wanted)) != wanted:
-            refuse(holder.source, name, found, f"the other dimensions ask for {wanted}")
+            refuse(holder.source, name, found, f"the other dimensions require {wanted}")
     vl = head.fields("vl_self_attention_cfg", {})
     spec = ActionHeadSpec(
         dit,
@@ -426,20 +398,11 @@ def _reject_other_models(fields: Fields) -> None:
     backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.content.get(name):
-            refuse(backbone.source, name, backbone.content[name], "GR00T N1.5 goes without")
+            refuse(backbone.source, name, backbone.content[name], "GR00T N1.5 has none")
 
 
 def check_model_type(fields: Fields, family: str, model_type: str) -> None:
-    """Refuse config.json of another model.
-
-    Args:
-        fields: of config.json.
-        family: the configuration's ``model.model_type``.
-        model_type: what config.json calls it.
-
-    Raises:
-        CheckpointError: it is of another family, or of none that is known.
-    """
+    """Raise ``CheckpointError`` if config.json is not of the configured ``model.model_type`` (``family``)."""
     check_family(fields, (family,))
     found = fields.content.get("model_type", fields.content.get("type"))
     if found != model_type:
@@ -449,7 +412,7 @@ def check_model_type(fields: Fields, family: str, model_type: str) -> None:
 
 
 def refuse(source: str, name: str, found: object, reason: str) -> NoReturn:
-    """Raise a CheckpointError about a value that is not supported."""
+    """Raise a CheckpointError about an unsupported value."""
     raise CheckpointError(
         f"{source}: {name} {found} is not supported; {reason}",
         "use NVIDIA's checkpoint of GR00T",

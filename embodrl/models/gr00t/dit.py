@@ -1,8 +1,8 @@
 """Diffusion transformer with adaptive layer norms and cross-attention, with the parameter names of diffusers' blocks.
 
-Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023, without its gates; as in GR00T (NVIDIA, 2025) even
-blocks attend to a context and odd ones to the sequence itself. Dropout, which that model has in training, is left
-out: with it the log-probs of a rollout could not be computed again.
+Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023, without gates; as in GR00T (NVIDIA, 2025) even
+blocks attend to a context and odd ones to the sequence itself. GR00T's training dropout is omitted: with it, a
+rollout's log-probs could not be recomputed.
 Shapes: B batch, L sequence, S context, D width, C context width, O output width.
 """
 
@@ -30,7 +30,7 @@ MAX_PERIOD = 10000.0
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values ``[B,heads,S,head_dim]`` of a context."""
 ContextMask = Tensor | Sequence[Tensor | None] | None
-"""``bool[B,1,1,S]``, False where a context is not seen: one for all blocks, or one each; None if all of it is seen."""
+"""``bool[B,1,1,S]``, False at unseen context: one for all blocks, or one per block; None if everything is seen."""
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,20 @@ class TimestepEmbedding(nn.Module):
         self.linear_2 = nn.Linear(width, width)
 
     def forward(self, waves: Tensor) -> Tensor:
-        """``[B,256]`` to ``[B,D]``."""
         return self.linear_2(F.silu(self.linear_1(waves)))
 
 
 class TimestepEncoder(nn.Module):
-    """A whole-numbered time to a vector."""
+    """Encodes an integer time as a vector."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.timestep_embedder = TimestepEmbedding(width)
 
     def forward(self, bucket: Tensor) -> Tensor:
-        """``int64[...]`` to ``[...,D]``: ``cos, sin`` of ``t * 10000^(-i / 127)``, i from 0 to 127, then the MLP.
+        """Map ``int64[...]`` to ``[...,D]``: ``cos, sin`` of ``t * 10000^(-i / 127)``, i from 0 to 127, then the MLP.
 
-        In float32 and in the reference's order of operations: at angles of a thousand, rounding shows.
+        In float32 and the reference's order of operations: at angles of a thousand, rounding shows.
         """
         half = TIME_CHANNELS // 2
         exponent = -math.log(MAX_PERIOD) * torch.arange(half, dtype=torch.float32, device=bucket.device)
@@ -80,14 +79,14 @@ class TimestepEncoder(nn.Module):
 
 
 class AdaLayerNorm(nn.Module):
-    """Layer norm whose scale and shift follow from the time."""
+    """Layer norm with scale and shift computed from the time."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, 2 * width)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """``[B,L,D]`` and ``silu`` of the time embedding ``[B,D]`` or ``[B,L,D]``: ``norm(x) (1 + scale) + shift``."""
+        """Return ``norm(x) (1 + scale) + shift``, ``[B,L,D]``; ``time`` is ``silu`` of ``[B,D]`` or ``[B,L,D]``."""
         scale, shift = per_token(self.linear(time)).chunk(2, dim=-1)
         return F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS) * (1.0 + scale) + shift
 
@@ -108,7 +107,7 @@ class CrossAttention(nn.Module):
         return self._heads(self.to_k(context)), self._heads(self.to_v(context))
 
     def forward(self, x: Tensor, known: KeyValue, mask: Tensor | None) -> Tensor:
-        """``[B,L,D]`` to ``[B,L,D]``; ``mask bool``, broadcastable to ``[B,heads,L,S]``, is False at padding."""
+        """Map ``[B,L,D]`` to ``[B,L,D]``; ``mask bool``, broadcastable to ``[B,heads,L,S]``, is False at padding."""
         out = attention(self._heads(self.to_q(x)), *known, mask)
         return self.to_out[0](out.transpose(1, 2).flatten(2))
 
@@ -124,20 +123,18 @@ class GeluProjection(nn.Module):
         self.proj = nn.Linear(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[...,D]`` to ``[...,hidden]``."""
         return F.gelu(self.proj(x), approximate="tanh")
 
 
 class FeedForward(nn.Module):
-    """MLP of four times the width."""
+    """MLP with a hidden size of four times the width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        # The name "1" belongs to the dropout that is left out.
+        # "1" is the name of the omitted dropout.
         self.net = nn.ModuleDict({"0": GeluProjection(width, 4 * width), "2": nn.Linear(4 * width, width)})
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[...,D]`` to ``[...,D]``."""
         return self.net["2"](self.net["0"](x))
 
 
@@ -155,20 +152,14 @@ class DitBlock(nn.Module):
         return self.attn1.key_value(context)
 
     def forward(self, x: Tensor, time: Tensor, known: KeyValue | None, mask: Tensor | None) -> Tensor:
-        """``[B,L,D]`` to ``[B,L,D]``; attends to ``known``, or to ``x`` where that is None."""
+        """Map ``[B,L,D]`` to ``[B,L,D]``, attending to ``known``, or to ``x`` if that is None."""
         normed = self.norm1(x, time)
         x = x + self.attn1(normed, self.attn1.key_value(normed) if known is None else known, mask)
         return x + self.ff(F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS))
 
 
 class DiffusionTransformer(nn.Module):
-    """Blocks that attend in turn to a context and to the sequence, and an output modulated by the time.
-
-    Args:
-        spec: of the blocks.
-        context_width: C.
-        output_width: O.
-    """
+    """Blocks that alternately attend to a context and to the sequence, and an output modulated by the time."""
 
     def __init__(self, spec: TransformerSpec, context_width: int, output_width: int) -> None:
         super().__init__()
@@ -182,19 +173,12 @@ class DiffusionTransformer(nn.Module):
         self.proj_out_2 = nn.Linear(spec.width, output_width)
 
     def key_values(self, context: Tensor) -> list[KeyValue | None]:
-        """Return, for each block, the keys and values of a context ``[B,S,C]``: they serve every denoising step."""
+        """Return each block's keys and values of a context ``[B,S,C]``, which serve every denoising step."""
         blocks = cast("Iterable[DitBlock]", self.transformer_blocks)
         return [None if i % 2 else block.keys_values(context) for i, block in enumerate(blocks)]
 
     def forward(self, x: Tensor, bucket: Tensor, known: list[KeyValue | None], mask: ContextMask) -> Tensor:
-        """Return ``[B,L,O]``.
-
-        Args:
-            x: ``[B,L,D]``.
-            bucket: time, ``int64[B]``, or ``int64[B,L]`` of each token.
-            known: from ``key_values``.
-            mask: of the context.
-        """
+        """Return ``[B,L,O]`` for ``x [B,L,D]``; ``bucket`` is the time ``int64[B]``, or ``int64[B,L]`` per token."""
         masks = [mask] * len(known) if mask is None or isinstance(mask, Tensor) else mask
         time = F.silu(self.timestep_encoder(bucket))
         for block, pair, of_block in zip(self.transformer_blocks, known, masks, strict=True):
@@ -207,7 +191,7 @@ class DiffusionTransformer(nn.Module):
         return self.proj_out_2(F.layer_norm(x, x.shape[-1:], eps=OUTPUT_NORM_EPS) * (1.0 + scale) + shift)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch; norms begin as plain ones, whatever the time."""
+        """Draw weights for training from scratch; norms start independent of the time."""
         init_linears(self, generator, residual=("to_out.0", "net.2"), blocks=self.spec.num_layers)
         for block in cast("Iterable[DitBlock]", self.transformer_blocks):
             nn.init.zeros_(block.norm1.linear.weight)
@@ -225,7 +209,6 @@ class SelfAttentionBlock(nn.Module):
         self.ff = FeedForward(spec.width)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``[B,S,D]`` to ``[B,S,D]``."""
         normed = self.norm1(x)
         x = x + self.attn1(normed, self.attn1.key_value(normed), mask)
         return x + self.ff(self.norm3(x))
@@ -241,7 +224,7 @@ class SelfAttentionTransformer(nn.Module):
         self.transformer_blocks = nn.ModuleList(SelfAttentionBlock(spec) for _ in range(spec.num_layers))
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """``[B,S,D]`` to ``[B,S,D]``; ``mask bool[B,1,1,S]`` is False at padding."""
+        """Map ``[B,S,D]`` to ``[B,S,D]``; ``mask bool[B,1,1,S]`` is False at padding."""
         for block in self.transformer_blocks:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, use_reentrant=False)
@@ -250,7 +233,6 @@ class SelfAttentionTransformer(nn.Module):
         return x
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch."""
         init_linears(self, generator, residual=("to_out.0", "net.2"), blocks=self.spec.num_layers)
         for block in cast("Iterable[SelfAttentionBlock]", self.transformer_blocks):
             for norm in (block.norm1, block.norm3):

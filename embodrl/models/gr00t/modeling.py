@@ -18,16 +18,14 @@ from embodrl.models.common.init import init_linears
 from embodrl.models.common.llama import causal_mask, token_positions
 from embodrl.models.flow.recompute import recompute_layers
 from embodrl.models.flow.siglip import SiglipTower
-from embodrl.models.gr00t import eagle3
 from embodrl.models.gr00t.action_head import FlowActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
-from embodrl.models.gr00t.eagle3 import Eagle3Tower
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.qwen3_vl import QwenBackbone
 
 
 class LanguageModel(nn.Module):
-    """The level of names that checkpoints have around Qwen3, and its output layer, which is stored and never run."""
+    """Checkpoint nesting around Qwen3, with its output layer, which is stored but never run."""
 
     def __init__(self, spec: QwenSpec, lm_head: bool) -> None:
         super().__init__()
@@ -51,9 +49,9 @@ class EagleModel(nn.Module):
 
         Args:
             pixels: ``[B,V,3,H,W]``.
-            input_ids: ``int64[B,S]``, with N ids ``image_token_id`` for each camera, in their order.
-            image_token_id: stands where an image patch goes.
-            mask: ``bool[B,S]``, False at padding, which may be anywhere; None if there is none.
+            input_ids: ``int64[B,S]``, with N ids ``image_token_id`` per camera, in order.
+            image_token_id: placeholder id of an image patch.
+            mask: ``bool[B,S]``, False at padding, which may be anywhere; None without padding.
         """
         qwen = self.language_model.model
         embeddings = qwen.embed_tokens(input_ids)
@@ -69,48 +67,19 @@ class EagleModel(nn.Module):
         return output.last_hidden_state
 
     def image_tokens(self, images: Tensor) -> Tensor:
-        """``[B,3,H,W]`` to ``[B,N,E]``."""
+        """Map ``[B,3,H,W]`` to ``[B,N,E]``."""
         return self.mlp1(self.vision_model(images))
 
     def init_connector(self, generator: torch.Generator) -> None:
-        """Draw the connector's weights for training from scratch."""
         init_linears(self.mlp1, generator)
 
 
-class Eagle3Model(EagleModel):
-    """N1.6's: SigLIP 2 of any grid, a connector of tiles, and the first layers of Qwen3."""
-
-    def __init__(self, config: Gr00tN16Config) -> None:
-        nn.Module.__init__(self)
-        self.spec = config.vision
-        self.vision_model = Eagle3Tower(config.vision, config.pooling_head)
-        self.mlp1 = eagle3.connector(config.vision, config.qwen.hidden_size)
-        self.language_model = LanguageModel(config.qwen, config.lm_head)
-
-    def image_tokens(self, images: Tensor) -> Tensor:
-        """``[B,3,H,W]`` to ``[B,N,E]``."""
-        side = images.shape[-1] // self.spec.patch_size
-        return self.mlp1(eagle3.merged(self.vision_model(images), side, self.spec.merge_size))
-
-    def init_connector(self, generator: torch.Generator) -> None:
-        """Draw the connector's weights for training from scratch."""
-        eagle3.init_connector(self.mlp1, generator)
-
-
 class Backbone(nn.Module):
-    """The level of names that checkpoints have around the vision-language model."""
+    """Checkpoint nesting around the vision-language model."""
 
     def __init__(self, config: Gr00tConfig) -> None:
         super().__init__()
         self.eagle_model = EagleModel(config)
-
-
-class Eagle3Backbone(nn.Module):
-    """The same, as checkpoints of N1.6 name it."""
-
-    def __init__(self, config: Gr00tN16Config) -> None:
-        super().__init__()
-        self.model = Eagle3Model(config)
 
 
 class Gr00tModel(nn.Module):
@@ -123,41 +92,39 @@ class Gr00tModel(nn.Module):
         self.action_head = FlowActionHead(config.head)
 
     def public_size(self, action_dim: int) -> Self:
-        """Return a network of NVIDIA's dimensions, for actions of A dimensions."""
+        """Return a network of NVIDIA's dimensions for A-dimensional actions."""
         return type(self)(self.config.public(action_dim))
 
     def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
-        """Return what the vision-language model makes of images and prompt; see ``EagleModel``."""
+        """Return the vision-language features of images and prompt; see ``EagleModel``."""
         return self.eagle(pixels, input_ids, image_token_id, mask)
 
     @property
     def eagle(self) -> EagleModel:
-        """The vision-language model."""
         return self.backbone.eagle_model
 
     @property
     def vision(self) -> nn.Module:
-        """The vision transformer with the connector."""
+        """Vision transformer and connector."""
         eagle = self.eagle
         return nn.ModuleList([eagle.vision_model, eagle.mlp1])
 
     @property
     def connectors(self) -> list[nn.Module]:
-        """The parts of ``vision`` that are applied to the tokens of an image rather than to its patches."""
+        """Parts of ``vision`` that process an image's tokens rather than its patches."""
         return [self.eagle.mlp1]
 
     @property
     def language(self) -> nn.Module:
-        """The language model."""
         return self.eagle.language_model
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
+        """Recompute the buffers that no checkpoint holds, after building on the meta device."""
         qwen = self.eagle.language_model.model
         qwen.rotary_emb = Qwen3RotaryEmbedding(qwen.config).to(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that no output depends on."""
+        """Return the parameters that affect no output."""
         eagle = self.eagle
         unused = (
             getattr(eagle.language_model, "lm_head", None),
@@ -166,16 +133,15 @@ class Gr00tModel(nn.Module):
         return [parameter for part in unused if part is not None for parameter in part.parameters()]
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
         eagle = self.eagle
         eagle.vision_model.enable_gradient_checkpointing()
         recompute_layers(eagle.language_model.model, eagle.language_model.model.layers)
         self.action_head.enable_gradient_checkpointing()
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``.
+        """Draw weights for training from scratch; see ``common/init.py``.
 
-        Only SigLIP has larger queries and keys: with them in the other parts, too, the image is found later.
+        Only SigLIP gets larger queries and keys: elsewhere they delay the use of the image.
         """
         eagle = self.eagle
         eagle.vision_model.init_weights(generator)
@@ -189,21 +155,6 @@ class Gr00tModel(nn.Module):
         self.action_head.init_weights(generator)
 
 
-class Gr00tN16Model(Gr00tModel):
-    """Vision-language model and action head of N1.6."""
-
-    def __init__(self, config: Gr00tN16Config) -> None:
-        nn.Module.__init__(self)
-        self.config = config
-        self.backbone = Eagle3Backbone(config)
-        self.action_head = FlowActionHead(config.head)
-
-    @property
-    def eagle(self) -> EagleModel:
-        """The vision-language model."""
-        return self.backbone.model
-
-
 class Gr00tN17Model(nn.Module):
     """Vision-language model and action head of N1.7."""
 
@@ -214,44 +165,42 @@ class Gr00tN17Model(nn.Module):
         self.action_head = FlowActionHead(config.head)
 
     def public_size(self, action_dim: int) -> Self:
-        """Return a network of NVIDIA's dimensions, for actions of A dimensions."""
+        """Return a network of NVIDIA's dimensions for A-dimensional actions."""
         return type(self)(self.config.public(action_dim))
 
     def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
-        """Return what the vision-language model makes of images and prompt; see ``QwenBackbone``."""
+        """Return the vision-language features of images and prompt; see ``QwenBackbone``."""
         return self.backbone(pixels, input_ids, image_token_id, mask)
 
     @property
     def vision(self) -> nn.Module:
-        """The vision transformer with its connectors."""
+        """Vision transformer and its connectors."""
         return self.backbone.visual
 
     @property
     def connectors(self) -> list[nn.Module]:
-        """The parts of ``vision`` that are applied to the tokens of an image rather than to its patches."""
+        """Parts of ``vision`` that process an image's tokens rather than its patches."""
         visual = self.backbone.visual
         return [visual.merger, visual.deepstack_merger_list]
 
     @property
     def language(self) -> nn.Module:
-        """The language model."""
         return self.backbone.language_model
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
+        """Recompute the buffers that no checkpoint holds, after building on the meta device."""
         self.backbone.reset_buffers(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that no output depends on."""
+        """Return the parameters that affect no output."""
         return self.backbone.unused_parameters()
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
         self.backbone.enable_gradient_checkpointing()
         self.action_head.enable_gradient_checkpointing()
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
+        """Draw weights for training from scratch; see ``common/init.py``."""
         self.backbone.init_weights(generator)
         self.action_head.init_weights(generator)
 

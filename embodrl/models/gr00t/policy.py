@@ -33,18 +33,18 @@ from embodrl.models.gr00t.robots import RobotStats
 from embodrl.types import Observation
 
 MEAN_AND_STD = 0.5
-"""Of pixels, for SigLIP and Qwen3-VL."""
+"""Pixel mean and standard deviation of SigLIP and Qwen3-VL."""
 
 
 @dataclass(frozen=True)
 class Gr00tContext:
-    """What serves every denoising step of a chunk.
+    """Encoded observation, shared by all denoising steps of a chunk.
 
     Attributes:
-        features: ``[B,S,E]`` of images and prompt, as actions see them.
-        mask: ``bool[B,S]``, False at padding; None if there is none.
-        seen: which features each block of the action head attends to.
-        known: keys and values of the features for each block.
+        features: features ``[B,S,E]`` of images and prompt, processed by the action head.
+        mask: ``bool[B,S]``, False at padding; None without padding.
+        seen: features that each block of the action head attends to.
+        known: keys and values of the features per block.
         state: ``[B,1,W]``.
     """
 
@@ -56,18 +56,9 @@ class Gr00tContext:
 
 
 class Gr00tPolicy(FlowPolicy, PublicLayout):
-    """A chunk of actions denoised by a diffusion transformer that attends to images and prompt.
+    """Denoises an action chunk with a diffusion transformer that attends to images and prompt; see ``FlowPolicy``.
 
-    Args:
-        model: the network.
-        processor: makes its inputs.
-        robot: statistics of the robot, whose encoders and decoder are used.
-        config: section ``model``.
-        value_head: the critic, or None.
-        noise_head: for Flow-Noise.
-
-    Raises:
-        CheckpointError: the model has no encoders for the robot.
+    ``robot`` selects statistics, encoders and decoders. Raises ``CheckpointError`` if the model lacks its encoders.
     """
 
     def __init__(
@@ -91,15 +82,15 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         return self.horizon if self.robot.horizon is None else self.robot.horizon
 
     def scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return actions ``[...,A]`` in the model's units, without any clipping."""
+        """Return actions ``[...,A]`` in model units, without clipping."""
         return self.robot.action.scale(actions)
 
     def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
-        """Count those actions from the state that the model learned so."""
+        """Make those actions relative to the state that the model learned as relative."""
         return self._shifted(actions, observation, -1.0)
 
     def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
-        """Undo ``relative_to`` on un-normalised actions ``[B,C,A]``."""
+        """Invert ``relative_to`` for unnormalised actions ``[B,C,A]``."""
         return self._shifted(actions, observation, 1.0)
 
     def _shifted(self, actions: NDArray[np.float64], observation: Observation, sign: float) -> NDArray[np.float64]:
@@ -107,7 +98,7 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
             return actions
         if not observation.state.shape[1]:
             raise EmbodrlError(
-                "actions of this checkpoint are counted from the robot's state, and there is none",
+                "actions of this checkpoint are relative to the robot's state, but there is no state",
                 "set env.include_state=true",
                 code="state-size",
             )
@@ -121,11 +112,11 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
             self.processor.prompt_row(text, num_cameras)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return ``images uint8[B,V,H,W,3]``, ``input_ids``, ``attention_mask`` and ``state``; see Gr00tProcessor."""
+        """Return ``images uint8[B,V,H,W,3]``, ``input_ids``, ``attention_mask``, ``state``; see ``Gr00tProcessor``."""
         return self.processor(observation, self.device)
 
     def encode(self, inputs: dict[str, Tensor]) -> Gr00tContext:
-        """Run images, prompt and state, and the part of the action head that no denoising step changes."""
+        """Run images, prompt, state, and the step-independent part of the action head."""
         head = self.model.action_head
         dtype = self.model.action_head.vlln.weight.dtype
         input_ids, mask = trimmed(inputs["input_ids"], inputs["attention_mask"])
@@ -140,7 +131,7 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         return Gr00tContext(features, mask, seen, head.model.key_values(features), state)
 
     def velocity(self, context: Gr00tContext) -> Velocity:
-        """Return the network, whose time runs from noise to data, turned round."""
+        """Return the network with its time reversed, since it runs from noise to data."""
         head = self.model.action_head
 
         def towards_data(x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,22 +141,22 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         return reversed_velocity(towards_data)
 
     def prefix_features(self, context: Gr00tContext) -> Tensor:
-        """Return ``float32[B,E+W]``: the mean over images and prompt, and the state's token."""
+        """Return ``float32[B,E+W]``: the mean over images and prompt, and the state token."""
         mean = masked_mean(context.features, context.mask)
         return torch.cat([mean, context.state[:, 0].float()], dim=-1)
 
     def training_times(self, batch: int) -> Tensor:
-        """Draw ``float32[B]``: the network's time is ``(s - b) / s`` with b from Beta(1.5, 1), so tau is ``b / s``."""
+        """Draw tau ``float32[B]``: the network's time is ``(s - b) / s``, b from Beta(1.5, 1), so tau is ``b / s``."""
         head = self.model.config.head
         beta = torch.distributions.Beta(head.noise_beta_alpha, head.noise_beta_beta)
         return beta.sample((batch,)) / head.noise_s
 
     def loss_action_dims(self) -> int:
-        """Return A: the public loss leaves padded dimensions out."""
+        """Return A: the public loss excludes padded dimensions."""
         return self.action_dim
 
     def parts(self) -> dict[str, nn.Module]:
-        """The connector belongs to ``vision``."""
+        """Return the parts; the connector belongs to ``vision``."""
         return {
             "vision": self.model.vision,
             "language": self.model.language,
@@ -178,11 +169,10 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         return list(self.model.action_head.action_decoder.layer2.parameters())
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return what checkpoints have and nothing runs, as Qwen's output layer."""
+        """Return checkpoint weights that nothing runs, such as Qwen's output layer."""
         return self.model.unused_parameters()
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
         self.model.enable_gradient_checkpointing()
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
@@ -197,7 +187,7 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         return [*counts, (head.vl_self_attention, prefix), *((each, merged) for each in self.model.connectors)]
 
     def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
-        """Return those of the cross-attentions."""
+        """Return the cache shape of the cross-attentions."""
         config = self.model.config
         positions = num_cameras * config.tokens_per_image + self.processor.max_prompt_tokens
         return -(-config.head.dit.num_layers // 2), config.head.dit.width, positions
@@ -212,11 +202,9 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         return self.processor.tokenizer.vocab_size, self.model.config.qwen.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
-        """Return the weights under the names of the public layout, with adapters merged."""
         return merged_state_dict(self.model, deferred=True)
 
     def write_files(self, directory: Path) -> None:
-        """Write what ``save_pretrained`` writes beside the weights."""
         save_heads(directory, self.value_head)
         save_noise_head(directory, self.noise_head)
         for name, content in self.model.config.files().items():
@@ -226,14 +214,9 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
 
 
 def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Drop the leading columns that are padding in every row.
+    """Drop the leading columns of ``int64[B,S]`` that are padding in every row; the mask becomes ``bool``.
 
-    Args:
-        input_ids: ``int64[B,S]``, padded on the left.
-        mask: ``int64[B,S]``.
-
-    Returns:
-        The ids, and the mask as ``bool``, or None where nothing is padded, which lets attention take its fast path.
+    Without padding the mask is None, which enables attention's fast path.
     """
     longest = int(mask.sum(dim=1).max())
     input_ids = input_ids[:, -longest:]
@@ -242,21 +225,17 @@ def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def embodiment_id(name: str, known: Mapping[str, int], count: int) -> int:
-    """Return the number of a robot's encoders.
-
-    Raises:
-        CheckpointError: the robot has no number, or there are fewer encoders.
-    """
+    """Return the index of a robot's encoders; raise ``CheckpointError`` if unknown or out of range."""
     if name not in known:
         raise CheckpointError(
-            f"no number of encoders is known for the robot '{name}'; known: {', '.join(known)}",
+            f"no encoder index is known for the robot '{name}'; known: {', '.join(known)}",
             f'add "{name}": NUMBER to embodiment_id.json of the checkpoint; of N1.5, to config.json'
             f' "embodrl": {{"embodiment_ids": {{"{name}": NUMBER}}}}',
             code="gr00t-robot",
         )
     if known[name] >= count:
         raise CheckpointError(
-            f"the robot '{name}' has number {known[name]}, and the checkpoint has {count} robots",
+            f"the robot '{name}' has number {known[name]}, but the checkpoint has {count} robots",
             "use a checkpoint that was trained on this robot",
             code="gr00t-robot",
         )

@@ -1,7 +1,7 @@
 """Observations to model inputs.
 
-The chat is that of Eagle 2.5, whose files come with NVIDIA's code and not with the checkpoint: prompt and special
-tokens follow its public processor; they are written down here only. The middle of an image is resized to one tile.
+The chat is Eagle 2.5's, whose files come with NVIDIA's code instead of the checkpoint: prompt and special tokens follow
+its public processor and are defined only here. The centre of an image is resized to one tile.
 Shapes: B batch, V cameras, H x W pixels, N image patches, L text tokens.
 """
 
@@ -30,17 +30,13 @@ IMAGE_TOKEN = "<IMG_CONTEXT>"
 IMAGE_END = "</img>"
 SPECIAL_TOKENS = (CHAT_START, CHAT_END, IMAGE_START, IMAGE_TOKEN, IMAGE_END)
 PAD_ID = 0
-"""Padding is masked everywhere, so any id does."""
+"""Any id works: padding is masked everywhere."""
 
 
 def chat(instruction: str, num_images: int, num_patches: int, system_prompt: str) -> str:
-    """Return the prompt: a user's message of numbered images and the instruction, then the start of an answer.
+    """Return the prompt: a user message of numbered images and the instruction, then the start of an answer.
 
-    Args:
-        instruction: as it is, neither lower-cased nor stripped.
-        num_images: V.
-        num_patches: N.
-        system_prompt: of the system's message before; empty for none.
+    The instruction is neither lower-cased nor stripped; ``system_prompt`` may be empty.
     """
     system = f"{CHAT_START}system\n{system_prompt}{CHAT_END}\n" if system_prompt else ""
     patches = f"{IMAGE_START}{IMAGE_TOKEN * num_patches}{IMAGE_END}"
@@ -49,15 +45,7 @@ def chat(instruction: str, num_images: int, num_patches: int, system_prompt: str
 
 
 class ChatTokenizer(FileTokenizer):
-    """A tokenizer that has the chat's special tokens.
-
-    Args:
-        tokenizer: of the language model.
-        source: named in errors.
-
-    Raises:
-        CheckpointError: it lacks a special token.
-    """
+    """A tokenizer with the chat's special tokens; raises ``CheckpointError``, naming ``source``, if one is missing."""
 
     special_tokens: ClassVar[tuple[str, ...]] = SPECIAL_TOKENS
     image_token: ClassVar[str] = IMAGE_TOKEN
@@ -76,28 +64,28 @@ class ChatTokenizer(FileTokenizer):
         self.image_token_id = image_token_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a chat, without any that are not in the text."""
+        """Return the ids of a chat, without adding any."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def tiny_chat_tokenizer(kind: type[ChatTokenizer] = ChatTokenizer) -> ChatTokenizer:
-    """Return the shipped tokenizer with the chat's special tokens behind its own."""
+    """Return the shipped tokenizer with the chat's special tokens appended."""
     tokenizer = read_tokenizer(TINY_TOKENIZER)
     tokenizer.add_special_tokens(list(kind.special_tokens))
     return kind(tokenizer, "embodrl")
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether the directory has tokenizer.json, or vocab.json and merges.txt."""
+    """Return whether the directory has tokenizer.json, or vocab.json and merges.txt."""
     names = {path.name for path in directory.iterdir()}
     return "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names
 
 
 def load_chat_tokenizer(directory: Path, kind: type[ChatTokenizer] = ChatTokenizer) -> ChatTokenizer:
-    """Return the tokenizer in tokenizer.json, or in vocab.json, merges.txt and what else Qwen's tokenizer has.
+    """Load tokenizer.json, or vocab.json, merges.txt and the other files of Qwen's tokenizer.
 
     Raises:
-        CheckpointError: the files are corrupt or of another model.
+        CheckpointError: the files are corrupt or another model's.
     """
     path = directory / "tokenizer.json"
     if path.is_file():
@@ -114,17 +102,17 @@ def load_chat_tokenizer(directory: Path, kind: type[ChatTokenizer] = ChatTokeniz
 
 
 class Gr00tProcessor:
-    """Prompts, images and states as GR00T was trained with them.
+    """Prepares prompts, images and states as in GR00T's training.
 
     Args:
-        tokenizer: of the language model.
+        tokenizer: tokenizer of the language model.
         image_size: side of the model's square input in pixels.
         num_patches: N.
-        max_prompt_tokens: L, without those that stand for image patches.
+        max_prompt_tokens: L, excluding image tokens.
         system_prompt: see ``chat``.
-        crop_side: part of each side of an image that is seen.
-        state_stats: normalise states; None uses them as they are.
-        max_state_dim: states are padded to this with zeros.
+        crop_side: visible fraction of each image side.
+        state_stats: statistics that normalise states; None leaves them unchanged.
+        max_state_dim: states are zero-padded to this size.
     """
 
     section: ClassVar[str] = "model.gr00t"
@@ -151,7 +139,6 @@ class Gr00tProcessor:
         self._rows: dict[tuple[str, int], tuple[list[int], list[int]]] = {}
 
     def chat(self, instruction: str, num_images: int) -> str:
-        """Return the prompt."""
         return chat(instruction, num_images, self.num_patches, self.system_prompt)
 
     def resized(self, images: Tensor) -> Tensor:
@@ -161,9 +148,8 @@ class Gr00tProcessor:
     def prompt_row(self, instruction: str, num_images: int) -> tuple[list[int], list[int]]:
         """Return ``L + V N`` ids and mask, padded on the left.
 
-        The language model does not see padding, nor do the action head's attentions, unlike in the public code, where
-        padding to the longest prompt of a batch lets the rows of a batch influence each other. Here each row gives
-        what that code gives for it alone.
+        Neither the language model nor the action head sees padding. In the public code, padding to the longest prompt
+        lets the rows of a batch influence each other; here each row gives what that code gives for the row alone.
 
         Raises:
             EmbodrlError: the prompt is longer than L.
@@ -179,11 +165,7 @@ class Gr00tProcessor:
         return self._rows[key]
 
     def check_room(self) -> None:
-        """Refuse a size L that no instruction fits in, e.g. with the tokenizer of another model.
-
-        Raises:
-            EmbodrlError: see above.
-        """
+        """Raise ``EmbodrlError`` if no instruction fits into L, e.g. with another model's tokenizer."""
         self.prompt_row("", num_images=1)
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
@@ -193,7 +175,7 @@ class Gr00tProcessor:
         normalised ``state float32[B,max_state_dim]``.
 
         Raises:
-            EmbodrlError: no camera, a prompt that does not fit, or a state of other dimensions than the statistics.
+            EmbodrlError: no camera, a prompt that does not fit, or a state whose dimensions differ from the statistics.
         """
         batch, num_images = observation.images.shape[:2]
         check_cameras(num_images)
@@ -210,8 +192,7 @@ class Gr00tProcessor:
     def padded_state(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return normalised states ``float32[B,max_state_dim]`` of ``float32[B,S]``; S = 0 gives zeros.
 
-        Raises:
-            EmbodrlError: other dimensions than the statistics, or more than there is room for.
+        Raises ``EmbodrlError`` if dimensions differ from the statistics or exceed ``max_state_dim``.
         """
         dims = state.shape[1]
         padded = np.zeros((len(state), self.max_state_dim), dtype=np.float32)

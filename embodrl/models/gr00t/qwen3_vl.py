@@ -1,9 +1,9 @@
-"""GR00T N1.7's vision-language model: Qwen3-VL, of whose language model the first layers are kept.
+"""GR00T N1.7's vision-language model: Qwen3-VL with the first layers of its language model.
 
-Bai et al., "Qwen3-VL Technical Report", 2025, by transformers' modules. As the public checkpoints of N1.7 were trained,
-the action head gets what the last kept layer puts out, before the final norm, which is stored and never run.
-Shapes: B batch, V cameras, G tokens along a side of an image, N = G x G tokens of an image, S tokens of images and
-prompt, E hidden size of the language model, D width of the vision transformer.
+Bai et al., "Qwen3-VL Technical Report", 2025, built from transformers' modules. As in the training of N1.7's public
+checkpoints, the action head reads the last kept layer before the final norm, which is stored but never run.
+Shapes: B batch, V cameras, G tokens along an image side, N = G x G tokens of an image, S tokens of images and prompt,
+E hidden size of the language model, D width of the vision transformer.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from embodrl.models.flow.recompute import recompute_layers
 from embodrl.models.gr00t.config import QwenSpec
 
 STILL_FRAMES = 2
-"""A picture is a film of two equal frames."""
+"""Qwen treats an image as a video of two equal frames."""
 
 
 @dataclass(frozen=True)
 class VisionSpec:
-    """Dimensions of a vision transformer of which several patches make one token.
+    """Dimensions of a vision transformer that merges patches into tokens.
 
     Attributes:
-        width, depth, num_heads, mlp_dim: of its blocks.
-        patch_size: pixels.
-        merge_size: this many patches along each side become one token.
-        num_positions: rows of the position embedding, a square grid that is resampled to that of the image.
+        width, depth, num_heads, mlp_dim: dimensions of the blocks.
+        patch_size: side in pixels.
+        merge_size: patches along each side of a token.
+        num_positions: rows of the position embedding, a square grid that is resampled to the image's.
     """
 
     width: int
@@ -58,7 +58,7 @@ class VisionSpec:
 
     @property
     def deepstack(self) -> list[int]:
-        """Blocks, at a quarter, half and three quarters of the depth, whose features layers of the prompt get added."""
+        """Blocks at a quarter, half and three quarters of the depth, whose features are added to prompt layers."""
         return sorted({block for part in (1, 2, 3) if (block := self.depth * part // 4 - 1) >= 0})
 
 
@@ -73,7 +73,7 @@ class VisionAttention(Qwen3VLVisionAttention):
         max_seqlen: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """``[images x patches,D]`` to the same; ``cu_seqlens`` has one number more than there are images."""
+        """Map ``[images x patches,D]`` to the same shape; ``cu_seqlens`` has one more entry than there are images."""
         assert position_embeddings is not None
         qkv = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1))
         query, key, value = qkv.unbind(1)
@@ -87,10 +87,10 @@ class VisionAttention(Qwen3VLVisionAttention):
 
 
 class QwenPatchEmbed(Qwen3VLVisionPatchEmbed):
-    """Patches to vectors: a convolution whose stride is its kernel, as the matrix product that it is."""
+    """Patches to vectors: a convolution whose stride equals its kernel, written as a matrix product."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[patches,values]`` to ``[patches,D]``."""
+        """Map ``[patches,values]`` to ``[patches,D]``."""
         weight = self.proj.weight.flatten(1)
         return F.linear(hidden_states.to(weight.dtype), weight, self.proj.bias)
 
@@ -109,7 +109,7 @@ class QwenVL(nn.Module):
 
 
 class Qwen(nn.Module):
-    """The level of names that checkpoints have around the two, and the output layer, which is stored and never run."""
+    """Checkpoint nesting around ``QwenVL``, with the output layer, which is stored but never run."""
 
     def __init__(self, vision: VisionSpec, text: QwenSpec, lm_head: bool) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Qwen(nn.Module):
 
 
 class QwenBackbone(nn.Module):
-    """The level of names that checkpoints have around the vision-language model."""
+    """Checkpoint nesting around the vision-language model."""
 
     def __init__(self, vision: VisionSpec, text: QwenSpec, lm_head: bool) -> None:
         super().__init__()
@@ -128,12 +128,10 @@ class QwenBackbone(nn.Module):
 
     @property
     def visual(self) -> Qwen3VLVisionModel:
-        """The vision transformer."""
         return self.model.model.visual
 
     @property
     def language_model(self) -> Qwen3VLTextModel:
-        """The language model."""
         return self.model.model.language_model
 
     def forward(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
@@ -141,9 +139,9 @@ class QwenBackbone(nn.Module):
 
         Args:
             pixels: ``[B,V,3,H,W]``.
-            input_ids: ``int64[B,S]``, with N ids ``image_token_id`` for each camera, in their order.
-            image_token_id: stands where a token of an image goes.
-            mask: ``bool[B,S]``, False at padding, which may be anywhere; None if there is none.
+            input_ids: ``int64[B,S]``, with N ids ``image_token_id`` per camera, in order.
+            image_token_id: placeholder id of an image token.
+            mask: ``bool[B,S]``, False at padding, which may be anywhere; None without padding.
         """
         images = pixels.flatten(0, 1)
         patches, side = patchify(images, self.spec.patch_size, self.spec.merge_size)
@@ -165,24 +163,23 @@ class QwenBackbone(nn.Module):
         return hidden
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
+        """Recompute the buffers that no checkpoint holds, after building on the meta device."""
         language = self.language_model
         visual = self.visual
         language.rotary_emb = Qwen3VLTextRotaryEmbedding(language.config).to(device)
         visual.rotary_pos_emb = Qwen3VLVisionRotaryEmbedding(visual.config).to(device)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return those of the final norm and of the output layer, which no output depends on."""
+        """Return the parameters of the final norm and the output layer, which affect no output."""
         head = getattr(self.model, "lm_head", None)
         return [*self.language_model.norm.parameters(), *([] if head is None else head.parameters())]
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
         recompute_layers(self.visual, self.visual.blocks)
         recompute_layers(self.language_model, self.language_model.layers)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``; see ``Gr00tModel``."""
+        """Draw weights for training from scratch; see ``Gr00tModel``."""
         visual = self.visual
         language = self.language_model
         init_linears(visual.blocks, generator, residual=("attn.proj", "linear_fc2"), blocks=self.spec.depth)
@@ -204,12 +201,9 @@ class QwenBackbone(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int, merge_size: int) -> tuple[Tensor, int]:
-    """Return ``[B, 3, H, W]`` as Qwen's patches, and how many lie along a side.
+    """Return images ``[B, 3, H, W]`` as Qwen's patches ``[B x patches, 3 x 2 x P x P]``, and H / P.
 
-    Patches that become one token follow each other; a patch is colours x frames x rows x columns.
-
-    Returns:
-        ``[B x patches, 3 x 2 x P x P]``, and H / P.
+    Patches of one token are consecutive; a patch is colours x frames x rows x columns.
     """
     side = images.shape[-1] // patch_size
     split = (side // merge_size, merge_size, patch_size)
@@ -219,15 +213,15 @@ def patchify(images: Tensor, patch_size: int, merge_size: int) -> tuple[Tensor, 
 
 
 def rope_positions(at_images: Tensor, side: int, mask: Tensor | None) -> Tensor:
-    """Return the position ids ``int64[3,B,S]`` in time, rows and columns, of text and images of one size ("MRoPE").
+    """Return position ids ``int64[3,B,S]`` (time, row, column) of text and images of one size ("MRoPE").
 
-    A text token has the same position on all three axes. All tokens of an image share the time that follows the text
-    before it; their rows and columns are offsets from it. The text after an image starts at their maximum plus 1.
+    A text token has the same position on all three axes. All tokens of an image share the time after the preceding
+    text; their rows and columns are offsets from it. The text after an image starts at their maximum plus 1.
 
     Args:
-        at_images: ``bool[B,S]``, where tokens of images are; those of one image follow each other.
+        at_images: ``bool[B,S]``, True at image tokens, consecutive per image.
         side: G.
-        mask: ``bool[B,S]``, False at padding, whose positions mean nothing; None if there is none.
+        mask: ``bool[B,S]``, False at padding, whose positions are meaningless; None without padding.
     """
     text = ~at_images if mask is None else ~at_images & mask
     before = text.cumsum(1) - text.long()

@@ -1,9 +1,9 @@
-"""Statistics of GR00T's robots, and how states and actions are made of them.
+"""Statistics of GR00T's robots, and the mapping to and from states and actions.
 
-A checkpoint's metadata.json has statistics of many keys ("left_arm", "gripper", ...). Which of them a model takes, in
-which order, and how each is normalised stands in the code that it was trained with (NVIDIA's and RLinf's data
-configurations), by the name of the robot: so it is written down here, or given by settings.
-Shapes: A dimensions of all keys, W numbers that the model sees (sines and cosines are two for one).
+A checkpoint's metadata.json has statistics of many keys ("left_arm", "gripper", ...). Which keys a model uses, in which
+order, and how each is normalised, is defined per robot in its training code (NVIDIA's and RLinf's data configurations).
+It is therefore copied here, or given by settings.
+Shapes: A dimensions of all keys, W numbers seen by the model (sine and cosine make two of one).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 Mode = Literal["min_max", "mean_std", "q99", "binary", "sin_cos", "identity", "bounded"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 NEW_EMBODIMENT = "new_embodiment"
-"""The robot that base models reserve encoders for."""
+"""Robot name reserved in base models for new robots."""
 _STATE_ONLY = "sin_cos"
 _POSE = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 _GENIE = tuple(f"{side}_{part}" for part in ("arm_joint_position", "effector_position") for side in ("left", "right"))
@@ -56,20 +56,20 @@ UNDECIDED = {
     "oxe_droid": "the model learned its rotations as six numbers, which embodrl does not convert: use a fine-tune for"
     f" your robot, or set {_SETTINGS}",
 }
-"""Robots of the base model whose actions depend on more than the metadata, and what to do."""
+"""Base model robots whose actions depend on more than the metadata -> hint for the user."""
 
 
 @dataclass(frozen=True)
 class KeyStats:
-    """Of one key.
+    """Statistics of one key.
 
     Attributes:
-        name: of the key.
+        name: name of the key.
         mode: ``min_max``, ``q99`` (clipped) and ``bounded`` (clipped both ways) map a range to [-1, 1], ``mean_std``
-            the mean to 0; a dimension without range gives 0 (min_max, bounded) or stays as it is; ``binary`` is 1 above
-            one half; ``sin_cos`` gives sines, then cosines, of a state.
-        low, high: ends of the range, or the mean less and plus the deviation, ``float64[A]``, or ``float64[H,A]`` of
-            actions that have another range at each step of a chunk.
+            the mean to 0; a dimension without range gives 0 (min_max, bounded) or stays unchanged; ``binary`` is 1
+            above one half; ``sin_cos`` gives sines, then cosines, of a state.
+        low, high: ends of the range, or mean minus and plus deviation, ``float64[A]``, or ``float64[H,A]`` for actions
+            with a range per chunk step.
     """
 
     name: str
@@ -88,12 +88,12 @@ class KeyStats:
         return self.dims * (2 if self.mode == _STATE_ONLY else 1)
 
     def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """``[...,A]`` in environment units to ``[...,W]``; ``[...,H,A]`` where ranges are those of steps."""
+        """Map ``[...,A]`` in environment units to ``[...,W]``; ``[...,H,A]`` with ranges per step."""
         scaled = self.scale(values)
         return np.clip(scaled, -1.0, 1.0) if self.mode in ("q99", "bounded") else scaled
 
     def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return what ``normalize`` does, without clipping."""
+        """Return ``normalize(values)`` without clipping."""
         x = np.asarray(values, dtype=np.float64)
         if self.mode == "binary":
             return (x > 0.5).astype(np.float64)
@@ -109,7 +109,7 @@ class KeyStats:
         return np.where(empty, x if self.mode in ("mean_std", "q99") else 0.0, scaled)
 
     def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
-        """``[...,A]`` to environment units, the inverse where there is one."""
+        """Map ``[...,A]`` to environment units, as the inverse where one exists."""
         if self.mode == "binary":
             return (actions > 0.5).astype(np.float64)
         if self.mode == "identity":
@@ -119,14 +119,14 @@ class KeyStats:
         return 0.5 * (within + 1.0) * span + low
 
     def _range(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the lower end and the width of the range, of the steps that there are."""
+        """Return the lower end and the width of the range, for the given number of steps."""
         rows = slice(values.shape[-2]) if self.low.ndim == 2 else slice(None)
         return self.low[rows], self.high[rows] - self.low[rows]
 
 
 @dataclass(frozen=True)
 class JoinedStats:
-    """Of several keys, one after the other."""
+    """Concatenated statistics of several keys."""
 
     keys: tuple[KeyStats, ...]
 
@@ -141,15 +141,15 @@ class JoinedStats:
         return sum(key.width for key in self.keys)
 
     def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """``[...,A]`` in environment units to ``[...,W]``."""
+        """Map ``[...,A]`` in environment units to ``[...,W]``."""
         return self._each(values, lambda key, part: key.normalize(part))
 
     def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return what ``normalize`` does, without clipping."""
+        """Return ``normalize(values)`` without clipping."""
         return self._each(values, lambda key, part: key.scale(part))
 
     def unnormalize(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
-        """``[...,A]`` to environment units."""
+        """Map ``[...,A]`` to environment units."""
         return self._each(actions, lambda key, part: key.unnormalize(part))
 
     def _each(
@@ -164,14 +164,14 @@ class JoinedStats:
 
 @dataclass(frozen=True)
 class RobotStats:
-    """Statistics of a robot: of its actions, and of its state unless it is used as it is.
+    """Statistics of a robot.
 
     Attributes:
-        name: of the robot.
-        action: of the actions that the model predicts.
-        state: None if it is used as it is.
-        horizon: of the predicted actions, how many the robot was trained with; None for all.
-        relative: slices of action and state dimensions; those actions are counted from the state.
+        name: name of the robot.
+        action: statistics of the predicted actions.
+        state: statistics of the state; None if the state is used unchanged.
+        horizon: number of predicted actions trained for the robot; None for all.
+        relative: (action slice, state slice) pairs; these actions are relative to the state.
     """
 
     name: str
@@ -182,24 +182,24 @@ class RobotStats:
 
 
 def identity_metadata(name: str, action_dim: int) -> dict[str, object]:
-    """Return metadata.json of one robot whose actions lie in [-1, 1] and whose state is used as it is."""
+    """Return metadata.json for one robot with actions in [-1, 1] and an unchanged state."""
     action = {"action": {"min": [-1.0] * action_dim, "max": [1.0] * action_dim}}
     entry = {"embodiment_tag": name, "modalities": {}, "statistics": {"action": action, "state": {}}}
     return {name: entry}
 
 
 def choose_keys(robot: str, settings: Keys, saved: Mapping[str, Keys], public: bool, source: str) -> tuple[Keys, str]:
-    """Return which keys of a robot are used and how, and what says so.
+    """Return a robot's keys with their modes, and the source that defines them.
 
     Args:
-        robot: its name.
-        settings: take precedence.
-        saved: what embodrl wrote, by robot.
-        public: embodrl did not write the checkpoint.
-        source: named in errors.
+        robot: name of the robot.
+        settings: keys from settings, which take precedence.
+        saved: keys that embodrl wrote, by robot.
+        public: whether the checkpoint was not written by embodrl.
+        source: file to name in errors.
 
     Raises:
-        CheckpointError: the robot's actions depend on what neither settings nor files say.
+        CheckpointError: neither settings nor files define the meaning of the robot's actions.
     """
     known = saved.get(robot, KEYS.get(robot, Keys()))
     if settings.action is not None:
@@ -209,7 +209,7 @@ def choose_keys(robot: str, settings: Keys, saved: Mapping[str, Keys], public: b
         origin = "config.json"
     elif public and robot in UNDECIDED:
         raise CheckpointError(
-            f"{source}: what the actions of '{robot}' mean depends on more than the metadata",
+            f"{source}: the meaning of the actions of '{robot}' depends on more than the metadata",
             UNDECIDED[robot],
             code="gr00t-keys",
         )
@@ -231,11 +231,11 @@ def choose_robot(
     """Return the statistics of a robot.
 
     Args:
-        metadata: by robot, as in metadata.json.
-        key: which; None takes the only one.
-        action_dim: A, to check against.
-        source: named in errors.
-        keys_of: which keys, by the robot's name; None takes all by min_max in the order of the file.
+        metadata: statistics by robot, as in metadata.json.
+        key: name of the robot; None takes the only one.
+        action_dim: expected A.
+        source: file to name in errors.
+        keys_of: function from robot name to keys; None takes all by min_max in file order.
 
     Raises:
         CheckpointError: no such robot, several and none chosen, invalid statistics, or other dimensions.
@@ -277,7 +277,7 @@ def _key_stats(parts: Fields, entry: str, kind: Literal["state", "action"]) -> K
             code="gr00t-keys",
         )
     part = parts.fields(name)
-    # A part of one dimension may state its number alone.
+    # A one-dimensional part may give a bare number.
     wanted = ("min", "max", "mean", "std", "q01", "q99")
     listed = fields_of(
         {n: v if isinstance(v, list) else [v] for n, v in part.content.items() if n in wanted}, part.source

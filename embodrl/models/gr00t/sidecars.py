@@ -1,8 +1,8 @@
-"""The files beside the weights of GR00T N1.6 and N1.7: how pictures, states and actions are prepared, robot by robot.
+"""Sidecar files of GR00T N1.7 weights: per-robot preparation of images, states and actions.
 
-Unlike those of N1.5, they say all of it: processor_config.json has, for each robot, keys of state and action in order,
-how each is normalised, and whether actions are counted from the state; statistics.json has the numbers and
-embodiment_id.json which encoders a robot uses. What they ask for and embodrl does not do is refused.
+Unlike N1.5's files they are complete: processor_config.json has, per robot, the state and action keys in order, how
+each is normalised, and whether actions are relative to the state; statistics.json has the numbers, and
+embodiment_id.json the robots' encoder indices. Unsupported features are refused.
 """
 
 from __future__ import annotations
@@ -34,11 +34,7 @@ EMBODIMENT_IDS = {
     **{"unitree_g1_full_body_with_waist_height_nav_cmd": 25, "real_r1_pro_sharpa_relative_eef": 26},
     **{"xdof_relative_eef_relative_joint": 27, "xdof_relative_eef_relative_joint_subtask": 27},
 }
-"""NVIDIA's numbers of robots of N1.7, for those that embodiment_id.json leaves out."""
-EMBODIMENT_IDS_N1_6 = {
-    **{"oxe_google": 0, "oxe_widowx": 1, "libero_panda": 2, "unitree_g1": 8, NEW_EMBODIMENT: 10},
-    **{"robocasa_panda_omron": 13, "oxe_droid": 16, "gr1": 20, "behavior_r1_pro": 24},
-}
+"""NVIDIA's N1.7 robot ids, for robots that embodiment_id.json omits."""
 MAX_STEPS = 4096
 UNSUPPORTED = {"use_tactile": False, "exclude_state": False, "use_mean_std": False, "clip_outliers": True}
 _HINT = "use a checkpoint without it, or NVIDIA's own code"
@@ -46,15 +42,15 @@ _HINT = "use a checkpoint without it, or NVIDIA's own code"
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """How pictures are prepared: resized, the middle cut out, resized again.
+    """Image preparation: resize, crop the centre, resize again.
 
     Attributes:
-        side: of the result, in pixels.
-        crop: side of the middle, in pixels.
-        area: by OpenCV's INTER_AREA, as NVIDIA's albumentations; else bilinear with antialiasing, as its torchvision.
-        keeps_shape: the shortest side is resized to ``side``, or is in some versions of NVIDIA's code; only squares are
-            supported then.
-        letter_box: black bars make a picture square first.
+        side: side of the result in pixels.
+        crop: side of the crop in pixels.
+        area: use OpenCV's INTER_AREA, as NVIDIA's albumentations; else antialiased bilinear, as its torchvision.
+        keeps_shape: only the shortest side is resized to ``side`` in some or all versions of NVIDIA's code, so only
+            square images are supported.
+        letter_box: pad images to squares with black bars first.
     """
 
     side: int
@@ -64,17 +60,13 @@ class ImageTransform:
     letter_box: bool
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return ``uint8[B,side,side,3]`` of ``uint8[B,H,W,3]``.
-
-        Raises:
-            EmbodrlError: pictures are not square, and the model keeps their shape.
-        """
+        """Return ``uint8[B,side,side,3]`` of ``uint8[B,H,W,3]``; raise ``EmbodrlError`` if squares are needed."""
         if self.letter_box:
             images = pad_to_square(images)
         height, width = images.shape[1:3]
         if self.keeps_shape and height != width:
             raise EmbodrlError(
-                f"pictures have {height} x {width} pixels; this GR00T keeps their shape, and embodrl gives it squares",
+                f"images have {height} x {width} pixels; this GR00T keeps their shape, so they must be square",
                 "give all of env.cameras the same height and width",
                 code="gr00t-picture-shape",
             )
@@ -85,28 +77,18 @@ class ImageTransform:
 
 @dataclass(frozen=True)
 class Sidecars:
-    """Content of the three files.
-
-    Attributes:
-        processor: processor_config.json.
-        statistics: statistics.json, by robot.
-        embodiment_ids: names of robots to numbers of their encoders.
-    """
+    """Contents of the three files; ``embodiment_ids`` maps robot names to encoder indices."""
 
     processor: Fields
     statistics: StatsSets
     embodiment_ids: Mapping[str, int]
 
     @staticmethod
-    def read(directory: Path, known_ids: Mapping[str, int] = EMBODIMENT_IDS) -> Sidecars:
-        """Read the files of a checkpoint; embodiment_id.json may be missing.
-
-        Args:
-            directory: of the files.
-            known_ids: numbers of robots that embodiment_id.json may leave out.
+    def read(directory: Path) -> Sidecars:
+        """Read a checkpoint's files; embodiment_id.json may be missing.
 
         Raises:
-            CheckpointError: a file is missing or invalid, or asks for what is not supported.
+            CheckpointError: a file is missing or invalid, or needs an unsupported feature.
         """
         processor = read_file(directory / PROCESSOR_FILE)
         path = directory / EMBODIMENTS_FILE
@@ -114,7 +96,7 @@ class Sidecars:
         found = Sidecars(
             processor,
             stats_sets(read_file(directory / STATISTICS_FILE)),
-            {**known_ids, **{name: ids.integer(name, high=MAX_STEPS) for name in ids}},
+            {**EMBODIMENT_IDS, **{name: ids.integer(name, high=MAX_STEPS) for name in ids}},
         )
         for name, wanted in UNSUPPORTED.items():
             if found.settings.flag(name, wanted) != wanted:
@@ -127,34 +109,25 @@ class Sidecars:
         return self.processor.fields("processor_kwargs")
 
     def images(self) -> ImageTransform:
-        """Return how pictures are prepared.
-
-        Raises:
-            CheckpointError: sizes are missing or not square.
-        """
+        """Return the image preparation; raise ``CheckpointError`` if sizes are missing or not square."""
         kwargs = self.settings
         area = kwargs.flag("use_albumentations", False)
         edge = kwargs.integer("shortest_image_edge", None, low=1, high=MAX_STEPS) if area else None
         fraction = kwargs.number("crop_fraction", None, low=1e-3, high=1.0) if area else None
         side = edge if edge is not None else _square(kwargs, "image_target_size")
         crop = _square(kwargs, "image_crop_size") if fraction is None else max(1, int(side * fraction))
-        if area and fraction is None:  # the reference takes the ratio of the two sizes
+        if area and fraction is None:  # the reference uses the ratio of the two sizes
             crop = max(1, int(side * (crop / _square(kwargs, "image_target_size"))))
         if crop > side:
-            kwargs.refuse(f"the crop of {crop} pixels is larger than the picture of {side}")
+            kwargs.refuse(f"the crop of {crop} pixels is larger than the image of {side}")
         return ImageTransform(side, crop, area, area, kwargs.flag("letter_box_transform", False))
 
     def robot(self, key: str | None, action_dim: int, source: str) -> RobotStats:
-        """Return the statistics of a robot.
-
-        Args:
-            key: which; None takes the only one.
-            action_dim: A, to check against.
-            source: named in errors.
+        """Return the statistics of robot ``key`` (None takes the only one) with ``action_dim`` dimensions.
 
         Raises:
-            CheckpointError: no such robot, several and none chosen, invalid statistics, other dimensions, or actions
-                that are not supported.
+            CheckpointError: no such robot, several and none chosen, invalid statistics, other dimensions, or
+                unsupported actions.
         """
         configs = self.settings.fields("modality_configs")
         known = [name for name in self.statistics if name in configs]
@@ -199,7 +172,7 @@ class Sidecars:
         return JoinedStats(tuple(keys)) if keys else None
 
     def _action(self, config: Fields, statistics: Fields) -> tuple[JoinedStats, dict[str, str]]:
-        """Return the statistics, and by relative key the key of the state that it is counted from."""
+        """Return the statistics, and for each relative action key the state key that it is relative to."""
         names = config.texts("modality_keys")
         if deviations := _listed(config, "mean_std_embedding_keys"):
             _refuse(config, f"actions {', '.join(deviations)} by mean and deviation are not supported")
@@ -224,7 +197,7 @@ class Sidecars:
         return read_range(part, *(("q01", "q99") if self.settings.flag("use_percentiles", False) else ("min", "max")))
 
     def files(self) -> dict[str, Mapping[str, object]]:
-        """Return the content of the files by name."""
+        """Return the contents of the files by name."""
         statistics = {name: stats.content for name, stats in self.statistics.items()}
         return {
             PROCESSOR_FILE: self.processor.content,
@@ -236,15 +209,9 @@ class Sidecars:
 def identity_sidecars(
     processor_class: str, side: int, crop_fraction: float, action_dim: int, horizon: int, embodiment: int
 ) -> Sidecars:
-    """Return the files of a model built without a checkpoint: actions in [-1, 1], the state as it is.
+    """Return the files of a model without a checkpoint: actions in [-1, 1], unchanged state.
 
-    Args:
-        processor_class: as NVIDIA's code has it.
-        side: of pictures, in pixels.
-        crop_fraction: part of each side that is seen.
-        action_dim: A.
-        horizon: H.
-        embodiment: number of the robot's encoders.
+    ``crop_fraction`` is the visible fraction of each image ``side`` (pixels); ``embodiment`` is the encoder index.
     """
     values = dict.fromkeys(("min", "q01"), [-1.0] * action_dim) | dict.fromkeys(("max", "q99"), [1.0] * action_dim)
     values |= {"mean": [0.0] * action_dim, "std": [1.0] * action_dim}
@@ -268,13 +235,7 @@ def identity_sidecars(
 
 
 def with_statistics(sidecars: Sidecars, given: StatsSets, horizon: int) -> Sidecars:
-    """Return files with the statistics of ``model.stats_path``, of the whole state and action of one robot.
-
-    Args:
-        sidecars: say all the rest.
-        given: as ``norm_stats.given_sets`` returns them for ``gr00t``.
-        horizon: H.
-    """
+    """Return the files with the statistics of ``model.stats_path``: one robot's whole state and action."""
     (name, entry), *_ = given.items()
     statistics = entry.fields("statistics")
     config = modality_config(tuple(statistics.fields("action")), tuple(statistics.fields("state")), horizon)
@@ -288,7 +249,7 @@ def with_statistics(sidecars: Sidecars, given: StatsSets, horizon: int) -> Sidec
 
 
 def modality_config(action: tuple[str, ...], state: tuple[str, ...], horizon: int) -> dict[str, object]:
-    """Return the entry of a robot in processor_config.json, with absolute actions."""
+    """Return a robot's entry of processor_config.json, with absolute actions."""
     parts: dict[str, object] = {"video": {"delta_indices": [0], "modality_keys": []}}
     parts["state"] = {"delta_indices": [0], "modality_keys": list(state)}
     parts["action"] = {"delta_indices": list(range(horizon)), "modality_keys": list(action)}
@@ -312,12 +273,12 @@ def _listed(fields: Fields, name: str) -> tuple[str, ...]:
 
 
 def _numbers(part: Fields) -> Fields:
-    """A part of one dimension may state its number alone."""
+    """Allow a bare number for a one-dimensional part."""
     return fields_of({n: v if isinstance(v, list) else [v] for n, v in part.content.items()}, part.source)
 
 
 def _by_step(part: Fields) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the ends of the range, ``float64[A]``, or ``float64[H,A]`` where there is one for each step."""
+    """Return the ends of the range, ``float64[A]``, or ``float64[H,A]`` with a range per step."""
     low = part.items("min")
     high = part.items("max")
     if not low or not isinstance(low[0], list):
@@ -336,12 +297,12 @@ def _by_step(part: Fields) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def _slices(
     action: JoinedStats, state: JoinedStats | None, references: Mapping[str, str], config: Fields
 ) -> tuple[tuple[slice, slice], ...]:
-    """Return the dimensions of relative actions, and those of the state that they are counted from."""
+    """Return the slices of relative actions and of the states they are relative to."""
     of_action, of_state = (_places(stats) for stats in (action, state))
     found: list[tuple[slice, slice]] = []
     for name, reference in references.items():
         if reference not in of_state:
-            config.refuse(f"the action '{name}' is relative to '{reference}', which is not a key of the state")
+            config.refuse(f"the action '{name}' is relative to '{reference}', which is not a state key")
         part = of_action[name]
         origin = of_state[reference]
         if part.stop - part.start != origin.stop - origin.start:

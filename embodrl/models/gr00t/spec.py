@@ -1,4 +1,4 @@
-"""GR00T N1.5, N1.6 and N1.7: settings, facts and rules. Imports no torch."""
+"""GR00T N1.5 and N1.7: settings, facts and rules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import Fraction, PositiveInt, Section
 from embodrl.interface import ZERO_CLOSES, Interface
 from embodrl.models.flow.flow_spec import (
@@ -20,16 +20,17 @@ from embodrl.models.flow.flow_spec import (
     flow_family,
     libero_interface,
 )
+from embodrl.rule_set import Finding, RuleSet
 
 
 class Gr00tSizes(Section):
-    """Dimensions that all versions have, of a GR00T built without a checkpoint."""
+    """Dimensions common to all versions, for a GR00T without a checkpoint."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
     hidden_size: PositiveInt = Field(default=128, description="language model hidden size")
     intermediate_size: PositiveInt = Field(default=352, description="language model MLP size")
-    num_hidden_layers: PositiveInt = Field(default=3, description="language model layers that are kept")
+    num_hidden_layers: PositiveInt = Field(default=3, description="number of language model layers")
     num_attention_heads: PositiveInt = Field(default=4, description="language model query heads")
     num_key_value_heads: PositiveInt = Field(
         default=2, description="language model key and value heads; divides the query heads"
@@ -41,75 +42,63 @@ class Gr00tSizes(Section):
     dit_num_heads: PositiveInt = Field(default=4, description="DiT heads")
     dit_head_dim: PositiveInt = Field(default=24, description="DiT head dimension; width = heads x head dimension")
     dit_output_dim: PositiveInt = Field(default=64, description="DiT output and hidden size of the action decoder")
-    num_embodiments: PositiveInt = Field(default=2, description="robots with encoders and decoders of their own")
-    max_action_dim: PositiveInt = Field(default=8, description="actions are padded to this with zeros")
-    max_state_dim: PositiveInt = Field(default=32, description="states are padded to this with zeros")
-    action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
+    num_embodiments: PositiveInt = Field(default=2, description="robots with their own encoders and decoders")
+    max_action_dim: PositiveInt = Field(default=8, description="actions are zero-padded to this size")
+    max_state_dim: PositiveInt = Field(default=32, description="states are zero-padded to this size")
+    action_horizon: PositiveInt = Field(default=5, description="predicted actions; the first num_action_chunks are run")
     max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
 
 
 class Gr00tFeatureBlocks(Section):
-    """Self-attention over the features of images and prompt, which N1.6 lacks."""
+    """Self-attention over image and prompt features, in N1.5 and N1.7."""
 
     vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
-    vl_num_heads: PositiveInt = Field(default=4, description="their heads; times vl_head_dim it is hidden_size")
-    vl_head_dim: PositiveInt = Field(default=32, description="their head dimension")
+    vl_num_heads: PositiveInt = Field(default=4, description="heads of these blocks; times vl_head_dim: hidden_size")
+    vl_head_dim: PositiveInt = Field(default=32, description="head dimension of those blocks")
 
 
 class Gr00tArchitectureConfig(Gr00tFeatureBlocks, Gr00tSizes):
-    """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
+    """Dimensions of a GR00T N1.5 without a checkpoint, and a checkpoint's robot keys."""
 
     siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
     vocab_size: PositiveInt | None = Field(
-        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
+        default=None, description="embedding rows, at least the tokenizer's tokens; null: exactly those"
     )
     unused_layers: bool = Field(
-        default=False, description="have the published weights' layers that nothing reads: output and pooling"
+        default=False, description="include the published weights' unused layers: output and pooling"
     )
     num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     crop_side: Fraction = Field(
         default=0.95,
         gt=0,
-        description="part of each side of an image that is seen, as NVIDIA's data configurations; 1: all",
+        description="visible fraction of each image side, as in NVIDIA's data configurations; 1: all",
     )
     action_keys: tuple[str, ...] | None = Field(
         default=None,
-        description="of a checkpoint: parts of the robot's action in metadata.json, in order, each NAME or NAME:MODE"
+        description="for a checkpoint: keys of the robot's action in metadata.json, in order, each NAME or NAME:MODE"
         " (min_max, mean_std, q99, binary, identity, bounded); null: as the robot's data configuration, else all by"
         " min_max",
     )
     state_keys: tuple[str, ...] | None = Field(
-        default=None, description="of its state, likewise; also with MODE sin_cos"
+        default=None, description="for a checkpoint: keys of the robot's state, likewise; also with MODE sin_cos"
     )
 
 
 class Gr00tTiledSizes(Gr00tSizes):
-    """Dimensions of a GR00T N1.6 or N1.7 built without a checkpoint."""
+    """Dimensions of a GR00T N1.7 without a checkpoint."""
 
-    merge_size: PositiveInt = Field(default=2, description="this many patches along each side become one token")
+    merge_size: PositiveInt = Field(default=2, description="patches along each side of a token")
     vision: SiglipConfig = Field(default=SiglipConfig(), description="vision; head dimensions divisible by 4")
 
 
-class Gr00tN16ArchitectureConfig(Gr00tTiledSizes):
-    """Dimensions of a GR00T N1.6 built without a checkpoint."""
-
-
 class Gr00tN17ArchitectureConfig(Gr00tFeatureBlocks, Gr00tTiledSizes):
-    """Dimensions of a GR00T N1.7 built without a checkpoint."""
+    """Dimensions of a GR00T N1.7 without a checkpoint."""
 
 
 class Gr00tModelConfig(FlowModelConfig):
     """A GR00T N1.5."""
 
     gr00t: Gr00tArchitectureConfig = Field(default=Gr00tArchitectureConfig(), description="dimensions of the tiny size")
-
-
-class Gr00tN16ModelConfig(FlowModelConfig):
-    """A GR00T N1.6."""
-
-    gr00t_n1_6: Gr00tN16ArchitectureConfig = Field(
-        default=Gr00tN16ArchitectureConfig(), description="dimensions of the tiny size"
-    )
 
 
 class Gr00tN17ModelConfig(FlowModelConfig):
@@ -121,14 +110,13 @@ class Gr00tN17ModelConfig(FlowModelConfig):
 
 
 RULES = RuleSet()
-RULES_N1_6 = RuleSet()
 RULES_N1_7 = RuleSet()
 CROPS = RuleSet()
 
 
 @RULES.rule("model.model_type", "model.model_path", "model.gr00t", "model.num_action_chunks", "model.action_dim")
 def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image, heads divide widths, and actions have room, in a tiny GR00T."""
+    """In a tiny GR00T patches tile the image, heads divide widths, and actions fit."""
     base = "model.gr00t"
     if context.config.model.model_path is not None:
         return
@@ -138,20 +126,11 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
     yield from _sizes_fit(context, base, shape)
 
 
-@RULES_N1_6.rule(
-    "model.model_type", "model.model_path", "model.gr00t_n1_6", "model.num_action_chunks", "model.action_dim"
-)
-def gr00t_n1_6_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny N1.6."""
-    if context.config.model.model_path is None:
-        yield from _tiles_fit(context, "model.gr00t_n1_6", context.model(Gr00tN16ModelConfig).gr00t_n1_6)
-
-
 @RULES_N1_7.rule(
     "model.model_type", "model.model_path", "model.gr00t_n1_7", "model.num_action_chunks", "model.action_dim"
 )
 def gr00t_n1_7_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny N1.7."""
+    """In a tiny N1.7 patches tile the image and merge evenly, heads divide widths, and actions fit."""
     if context.config.model.model_path is None:
         yield from _tiles_fit(context, "model.gr00t_n1_7", context.model(Gr00tN17ModelConfig).gr00t_n1_7)
 
@@ -171,13 +150,13 @@ def _sizes_fit(context: Context, base: str, shape: Gr00tSizes) -> Iterator[Findi
         shape.num_key_value_heads,
         shape.num_attention_heads,
     )
-    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
+    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings rotate pairs")
     width = shape.vl_num_heads * shape.vl_head_dim if isinstance(shape, Gr00tFeatureBlocks) else shape.hidden_size
     if isinstance(shape, Gr00tFeatureBlocks) and width != shape.hidden_size:
         yield Finding(
             f"{base}.vl_head_dim",
-            f"{shape.vl_num_heads} heads x {shape.vl_head_dim} = {width}, and hidden_size is {shape.hidden_size}",
-            "change the heads, their dimension or the hidden size, so that both agree",
+            f"{shape.vl_num_heads} heads x {shape.vl_head_dim} = {width}, but hidden_size is {shape.hidden_size}",
+            "change the heads, their dimension or hidden_size so that the product equals hidden_size",
             f"with vl_num_heads, {shape.hidden_size}",
             others=(f"{base}.vl_num_heads", f"{base}.hidden_size"),
         )
@@ -188,20 +167,20 @@ def _sizes_fit(context: Context, base: str, shape: Gr00tSizes) -> Iterator[Findi
 def gr00t_crops_by_its_own_setting(context: Context) -> Iterator[Finding]:
     """GR00T crops before resizing."""
     if context.config.model.center_crop:
-        message = "has no effect: gr00t cuts the middle by model.gr00t.crop_side, before it resizes"
+        message = "has no effect: gr00t crops the centre by model.gr00t.crop_side before resizing"
         yield Finding("model.center_crop", message, "leave it out", others=("model.gr00t.crop_side",))
 
 
 @CROPS.note("model.model_type", "model.center_crop")
 def gr00t_crops_as_its_files_say(context: Context) -> Iterator[Finding]:
-    """GR00T N1.6 and N1.7 crop by their processor_config.json."""
+    """GR00T N1.7 crops as specified by processor_config.json."""
     if context.config.model.center_crop:
-        message = "has no effect: this GR00T cuts the middle as processor_config.json says, by 0.95 at tiny size"
+        message = "has no effect: this GR00T crops the centre as specified by processor_config.json (0.95 at tiny size)"
         yield Finding("model.center_crop", message, "leave it out")
 
 
 def interface(context: Context) -> Interface | None:
-    """Return the conventions of a checkpoint of LIBERO, whose gripper counts from 0 (closed).
+    """Return the conventions of a LIBERO checkpoint, whose gripper counts from 0 (closed).
 
     See github.com/RLinf/RLinf, rlinf/models/embodiment/gr00t/simulation_io.py.
     """
@@ -234,17 +213,4 @@ N1_7 = flow_family(
     actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
     suffix="_n1_7",
-)
-N1_6 = flow_family(
-    "gr00t_n1_6",
-    "embodrl.models.gr00t",
-    "GR00T N1.6: SigLIP 2, Qwen3 and a flow-matching diffusion transformer of twice the depth",
-    Gr00tN16ModelConfig,
-    (RULES_N1_6, CROPS),
-    lambda raw: raw.get("model_type") == "Gr00tN1d6",
-    interface=interface,
-    sizes="1.9 M (tiny), about 3.3 B",
-    actions=f"{ACTIONS}, encoders per robot",
-    checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",
-    suffix="_n1_6",
 )

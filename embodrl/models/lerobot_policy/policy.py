@@ -1,4 +1,4 @@
-"""A lerobot policy in a process of its own, as a policy that acts: no weights, no log-probs, no gradients here.
+"""A lerobot policy in a separate process, which only acts: no weights, log-probs or gradients here.
 
 Shapes: B batch, V cameras, C actions run, A action dimensions.
 """
@@ -34,18 +34,18 @@ _SERVER = "embodrl.models.lerobot_policy.server"
 
 
 class LeRobotProcess:
-    """The process, with one request at a time; it ends with this object, or with this process.
+    """The lerobot process, with one request at a time; it ends with this object or this process.
 
     Args:
         python: lerobot's interpreter.
         start: value of the START frame.
-        timeout_s: for the policy to load, and for an answer.
+        timeout_s: timeout for loading the policy, and per answer.
 
     Attributes:
-        facts: what ``LeRobotServer.describe`` returns.
+        facts: result of ``LeRobotServer.describe``.
 
     Raises:
-        EmbodrlError: it can't be started, or can't load the policy.
+        EmbodrlError: the process can't be started or can't load the policy.
     """
 
     def __init__(self, python: str, start: dict[str, object], timeout_s: float) -> None:
@@ -61,9 +61,9 @@ class LeRobotProcess:
         self.facts: Fields = fields_of(self._receive(), "lerobot's answer")
 
     def act(self, request: dict[str, object]) -> Any:
-        """Return the answer to an observation; raises as ``__init__``."""
+        """Return the answer to an observation; errors as in ``__init__``."""
         with self._lock:
-            with contextlib.suppress(PeerGoneError):  # receiving reports it, with the log
+            with contextlib.suppress(PeerGoneError):  # receiving reports the failure, with the log
                 self._child.connection.send(Frame(Kind.CALL, value=request))
             return self._receive()
 
@@ -80,7 +80,7 @@ class LeRobotProcess:
         raise EmbodrlError(f"lerobot raised {report['type']}: {report['message']}", hint, code=code)
 
     def _lost(self, error: Exception) -> EmbodrlError:
-        """Return how the process ended, and end what is left of it."""
+        """Terminate the process and return an error that says how it ended."""
         if isinstance(error, PeerGoneError):
             reason = self._child.exit_reason()
         else:
@@ -89,19 +89,11 @@ class LeRobotProcess:
         printed = self._child.log_tail()
         self._child.kill()
         message = f"the process of lerobot {reason}\n{printed}"
-        return EmbodrlError(message, "look at what it printed last", code="lerobot-process-lost")
+        return EmbodrlError(message, "see its last output", code="lerobot-process-lost")
 
 
 class LeRobotPolicy(ActingPolicy):
-    """Chunks of actions of a policy of lerobot, for evaluation.
-
-    Args:
-        process: that has the policy.
-        config: section ``model``.
-
-    Raises:
-        EmbodrlError: the policy has other action dimensions.
-    """
+    """Evaluates action chunks of a lerobot policy; raises ``EmbodrlError`` if its action dimensions differ."""
 
     def __init__(self, process: LeRobotProcess, config: LeRobotConfig) -> None:
         super().__init__(config)
@@ -127,8 +119,7 @@ class LeRobotPolicy(ActingPolicy):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``images uint8[B,V,H,W,3]`` and ``state float32[B,S]``.
 
-        Raises:
-            EmbodrlError: another number of cameras or state dimensions than the policy was trained with.
+        Raises ``EmbodrlError`` if the number of cameras or state dimensions differs from the policy's training.
         """
         cameras = observation.images.shape[1]
         dims = observation.state.shape[1]
@@ -147,11 +138,10 @@ class LeRobotPolicy(ActingPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Ask the process; ``mode`` is ``eval``, and values are not computed. Log-probs are 0.
+        """Query the process; ``mode`` must be ``eval``. Values are not computed, log-probs are 0.
 
         Raises:
-            EmbodrlError: in another mode; see ``preprocess`` and ``LeRobotProcess``; too short a chunk, or actions
-                that are not finite.
+            EmbodrlError: another mode, a short chunk or non-finite actions; see ``preprocess`` and ``LeRobotProcess``.
         """
         if mode == "train":
             self.refuse()
@@ -168,10 +158,10 @@ def build_lerobot(
 ) -> tuple[LeRobotPolicy, LoadReport]:
     """Start lerobot's process and have it load ``model.model_path``, which may be a hub id.
 
-    ``dtype`` is not used: lerobot's config.json decides. ``seed`` is that of the random numbers of every answer.
+    ``dtype`` is unused: lerobot's config.json decides. ``seed`` seeds the random numbers of every answer.
 
     Raises:
-        EmbodrlError: the process can't load it, or it does not fit.
+        EmbodrlError: the process can't load the policy, or the policy does not fit.
     """
     assert config.model_path is not None and config.python is not None  # see lerobot_policy_is_there
     path = str(resolve(config.model_path).absolute())

@@ -1,7 +1,7 @@
-"""What runs in lerobot's interpreter: loads a policy and answers observations with chunks of actions.
+"""Runs in lerobot's interpreter: loads a policy and answers observations with action chunks.
 
-Written for lerobot 0.4.4 and later, whose processors are in files beside the weights. Imports of embodrl are those that
-need no package but numpy. Shapes: B batch, V cameras, H x W pixels, S state, C actions of a chunk, A action dimensions.
+For lerobot 0.4.4 and later, which store processors in separate files. embodrl imports are limited to modules that need
+only numpy. Shapes: B batch, V cameras, H x W pixels, S state, C actions of a chunk, A action dimensions.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
-from embodrl.processes.serve import begin, describe_error, report_exits
+from embodrl.processes.serve import begin, describe_error
+from embodrl.user_code import report_exits
 
 STATE = "observation.state"
 TASK = "task"
 
 
 def main(socket_fd: int) -> None:
-    """Serve until asked to close or until the parent has gone."""
+    """Serve until asked to close or until the parent exits."""
     try:
         connection, start = begin(socket_fd)
         report_exits()
@@ -34,7 +35,7 @@ def main(socket_fd: int) -> None:
 
 
 def serve(connection: Connection, start: Fields) -> None:
-    """Load the policy, answer START with what it needs, then every CALL with actions; errors go to the parent."""
+    """Load the policy, answer START with its facts, then every CALL with actions; errors go to the parent."""
     server: LeRobotServer | None = None
     while True:
         try:
@@ -53,10 +54,7 @@ def serve(connection: Connection, start: Fields) -> None:
 
 
 class LeRobotServer:
-    """A PreTrainedPolicy with its processors.
-
-    Args:
-        start: ``path``, ``device`` and ``seed``.
+    """A PreTrainedPolicy with its processors; ``start`` has ``path``, ``device`` and ``seed``.
 
     Raises:
         EmbodrlError: lerobot is not installed, or the policy reads more than the latest observation.
@@ -79,7 +77,7 @@ class LeRobotServer:
         self.config.device = device
         if self.config.n_obs_steps != 1:
             raise EmbodrlError(
-                f"the policy reads the last {self.config.n_obs_steps} observations, and is given the latest alone",
+                f"the policy reads the last {self.config.n_obs_steps} observations, but only the latest is available",
                 "use a policy with n_obs_steps=1",
                 code="lerobot-needs-history",
             )
@@ -107,12 +105,10 @@ class LeRobotServer:
         }
 
     def act(self, request: Fields) -> NDArray[np.float32]:
-        """Return ``float32[B,C,A]`` in the units of the data that the policy was trained on.
+        """Return ``float32[B,C,A]`` in the units of the policy's training data.
 
-        Every answer starts from the same random numbers, so that it does not depend on those before.
-
-        Args:
-            request: ``cameras``, V names; ``images uint8[B,V,H,W,3]``; ``state float32[B,S]``; ``instructions``.
+        Every answer starts from the same random numbers. ``request`` has ``cameras``, V names; ``images
+        uint8[B,V,H,W,3]``; ``state float32[B,S]``; ``instructions``.
         """
         torch = self._torch
         content = request.content
@@ -125,22 +121,15 @@ class LeRobotServer:
         torch.manual_seed(self._seed)
         with torch.inference_mode():
             chunk = self._policy.predict_action_chunk(self._before(batch))
-            # Steps after the policy are written for one action a row, as lerobot's own servers call them.
+            # The postprocessor steps expect one action per row, as in lerobot's own servers.
             actions = [self._after(chunk[:, place]) for place in range(chunk.shape[1])]
         return torch.stack(actions, dim=1).float().cpu().numpy()
 
 
 def _check_weights(loaded: Mapping[str, Any], file: Path) -> None:
-    """Refuse a policy without its weights: lerobot's pi0, pi0.5 and pi0-FAST print that, and act with random ones.
+    """Refuse a policy without its weights: lerobot's pi0, pi0.5 and pi0-FAST only print a warning and act randomly.
 
-    Of every tensor whose name both have the first row is compared.
-
-    Args:
-        loaded: tensors of the policy by name.
-        file: that they are to be from.
-
-    Raises:
-        EmbodrlError: there is no such file, or the policy has other values.
+    Compares the first row of every tensor present in both.
     """
     from safetensors import safe_open
 
@@ -159,6 +148,6 @@ def _check_weights(loaded: Mapping[str, Any], file: Path) -> None:
         what = f"'{different}' has other values" if different else "none of them is in the policy"
         raise EmbodrlError(
             f"lerobot did not load the weights of {file}: {what}",
-            "see what it printed in the log; the checkpoint may be of another version of lerobot",
+            "see its output in the log; the checkpoint may be from another version of lerobot",
             code="lerobot-weights",
         )

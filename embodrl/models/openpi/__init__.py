@@ -1,1 +1,1 @@
-"""What the families of openpi share, and SmolVLA in part: files, statistics, tokenizers, prompts and PaliGemma."""
+"""Shared by openpi's families, and partly SmolVLA: files, statistics, tokenizers, prompts and PaliGemma."""

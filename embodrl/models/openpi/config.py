@@ -1,10 +1,9 @@
-"""Dimensions of pi0 and pi0.5, and what config.json says of them in openpi's and lerobot's layouts.
+"""Dimensions of pi0 and pi0.5, and config.json in openpi's and lerobot's layouts.
 
-openpi's file (action_dim, action_horizon, the two Gemma variants, precision) leaves open which of the two models it is,
-the number of cameras and how prompts and actions were prepared in training; those are chosen in openpi's code by the
-name of the training configuration. What a checkpoint leaves open is filled in here, in ``PUBLIC`` and
-``with_data_set``; ``conventions`` decides between files, datasets and settings. The published checkpoints themselves
-were not at hand.
+openpi's file (action_dim, action_horizon, the two Gemma variants, precision) does not say which of the two models it
+is, the number of cameras, or how prompts and actions were prepared in training; openpi's code derives those from the
+name of the training configuration. ``PUBLIC`` and ``with_data_set`` fill the gaps; ``conventions`` decides between
+files, datasets and settings. The published checkpoints themselves were not available.
 """
 
 from __future__ import annotations
@@ -54,19 +53,14 @@ STATELESS = frozenset(
 RELATIVE = {LIBERO: 6, "physical-intelligence/behavior": 6}
 """Leading action dimensions that openpi's or RLinf's configurations make pi0 predict relative to the state."""
 KNOWN_DATASETS = STATELESS | RELATIVE.keys() | {"droid"}
-"""Where it is known whether actions are relative."""
+"""Datasets for which it is known whether actions are relative."""
 JOINTS_OF_TWO_ARMS = frozenset({"trossen", "trossen_mobile", "physical-intelligence/robotwin"})
-"""Besides those named after ALOHA: each arm's joints relative to the state, and in openpi's own units for ALOHA."""
+"""Two-arm robots (besides ALOHA by name): joints are relative to the state; for ALOHA also in openpi's own units."""
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """How statistics are used.
-
-    Attributes:
-        state, actions: by mean and standard deviation, by quantiles, or not at all.
-        eps: added to deviations and ranges.
-    """
+    """Use of statistics for state and actions; ``eps`` is added to deviations and ranges."""
 
     state: Method
     actions: Method
@@ -82,22 +76,23 @@ class PiConfig:
     """A pi0 or pi0.5.
 
     Attributes:
-        variant: which of the two.
-        siglip: vision.
-        vlm: Gemma of PaliGemma.
-        expert: the action expert; depth, heads and head dimension are those of ``vlm``.
-        vocab_size: rows of the embedding.
-        max_action_dim: actions and states are padded to it (D).
-        action_horizon: actions predicted (H).
-        num_images: cameras at most.
-        max_prompt_tokens: prompts are padded to it (L).
-        discrete_state: the prompt has the state (pi0.5 only).
-        padded_state_in_prompt: it has the padding as well, as with lerobot before 0.5; not with openpi.
-        dark_bars: bars beside pictures that are not square are at -3, as with lerobot before 0.5, and not black (-1).
-        relative_dims: this many leading action dimensions are relative to the state.
-        normalization: how statistics are used.
-        antialias: pictures are resized with it, as by openpi; not with lerobot.
-        raw_instruction: keep underscores and line feeds of instructions, as lerobot's pi0 does; pi0.5 never does.
+        variant: pi0 or pi0.5.
+        siglip: vision transformer.
+        vlm: PaliGemma's Gemma.
+        expert: action expert; depth, heads and head dimension equal those of ``vlm``.
+        vocab_size: embedding rows.
+        max_action_dim: padded size of actions and states (D).
+        action_horizon: number of predicted actions (H).
+        num_images: maximum number of cameras.
+        max_prompt_tokens: padded length of prompts (L).
+        discrete_state: whether the prompt includes the state (pi0.5 only).
+        padded_state_in_prompt: whether the prompt includes the state's padding, as in lerobot before 0.5; not in
+            openpi.
+        dark_bars: pad non-square images with -3, as in lerobot before 0.5, instead of black (-1).
+        relative_dims: number of leading action dimensions relative to the state.
+        normalization: use of statistics.
+        antialias: resize images with antialiasing, as in openpi; not in lerobot.
+        raw_instruction: keep underscores and line feeds of instructions, as in lerobot's pi0; never in pi0.5.
     """
 
     variant: Variant
@@ -119,15 +114,11 @@ class PiConfig:
 
     @property
     def adaptive_norm(self) -> bool:
-        """pi0.5: the noise level enters through the expert's norms, and there is no token of the state."""
+        """pi0.5: the noise level enters through the expert's norms, and there is no state token."""
         return self.variant == "pi05"
 
     def to_dict(self, precision: str) -> dict[str, object]:
-        """Return config.json: openpi's keys, and ``embodrl`` with everything.
-
-        Args:
-            precision: ``float32`` or ``bfloat16``.
-        """
+        """Return config.json: openpi's keys, and ``embodrl`` with everything; precision is float32 or bfloat16."""
         return {
             "action_dim": self.max_action_dim,
             "action_horizon": self.action_horizon,
@@ -138,22 +129,17 @@ class PiConfig:
         }
 
     def with_data_set(self, key: str) -> PiConfig:
-        """Return the configuration with what is known of the dataset that a public checkpoint was trained on."""
+        """Return the configuration with the known conventions of a public checkpoint's dataset."""
         if self.variant == "pi05":
             return replace(self, discrete_state=False) if key in STATELESS else self
         return replace(self, relative_dims=RELATIVE.get(key, 0))
 
     @staticmethod
     def from_dict(raw: Mapping[str, object], variant: Variant, source: str = CONFIG_FILE) -> PiConfig:
-        """Read config.json of openpi's or lerobot's layout.
-
-        Args:
-            raw: the parsed file.
-            variant: the model that is wanted.
-            source: named in errors.
+        """Read config.json of the expected ``variant`` in openpi's or lerobot's layout; ``source`` is named in errors.
 
         Raises:
-            CheckpointError: of another model or of a kind that is not supported, or a value is invalid.
+            CheckpointError: another or an unsupported model, or an invalid value.
         """
         fields = fields_of(raw, source)
         check_family(fields, (variant,))
@@ -180,7 +166,7 @@ class PiConfig:
 
     @staticmethod
     def from_architecture(arch: PiArchitectureConfig, variant: Variant, vocab_size: int) -> PiConfig:
-        """Return the configuration of a model built without a checkpoint."""
+        """Return the configuration of a model without a checkpoint."""
         siglip = arch.siglip
         heads = (arch.num_heads, arch.num_kv_heads, arch.head_dim)
         return PiConfig(
@@ -206,11 +192,11 @@ PUBLIC: dict[Variant, PiConfig] = {
     "pi0": PiConfig("pi0"),
     "pi05": PiConfig("pi05", max_prompt_tokens=200, discrete_state=True, normalization=BY_QUANTILES),
 }
-"""The public models, and what their files leave open."""
+"""Public models, with defaults for what their files leave out."""
 
 
 def from_embodrl(own: Fields, variant: Variant) -> PiConfig:
-    """Read the part of config.json that embodrl writes; raises as ``PiConfig.from_dict``."""
+    """Read embodrl's section of config.json; errors as in ``PiConfig.from_dict``."""
     _check_variant(own.text("variant"), variant, own.source)
     config = read_sizes(PiConfig(variant), own, complete=True)
     stated = own.fields("normalization")
@@ -229,7 +215,7 @@ def from_embodrl(own: Fields, variant: Variant) -> PiConfig:
 
 
 def method(fields: Fields, name: str) -> Method:
-    """Return how statistics are used, of a field that names it in lower or, as lerobot's, in upper case."""
+    """Return the normalisation method of a field; lerobot names methods in upper case."""
     found = fields.text(name).lower()
     for known in METHODS:
         if found == known:
@@ -238,7 +224,7 @@ def method(fields: Fields, name: str) -> Method:
 
 
 def from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
-    """Read config.json of lerobot's layout, without what its dataset decides; raises as ``PiConfig.from_dict``."""
+    """Read config.json in lerobot's layout, without dataset conventions; errors as in ``PiConfig.from_dict``."""
     if fields.flag("use_relative_actions", False):
         raise CheckpointError(
             f"{fields.source}: lerobot's use_relative_actions is not supported",

@@ -1,4 +1,4 @@
-"""How pictures, prompts and actions were prepared in training: in a setting, the files, or the name of the dataset."""
+"""Training-time preparation of images, prompts and actions, from settings, files or the dataset name."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def with_conventions(
     weights: Path | None = None,
     own_statistics: bool = False,
 ) -> tuple[PiConfig, dict[str, str]]:
-    """Return the configuration with the conventions of a checkpoint, and where each came from.
+    """Return the configuration with a checkpoint's conventions, and the source of each.
 
     Args:
-        config: as config.json has it.
-        settings: may override them.
-        fields: of config.json.
-        key: name of the statistics, which is that of the dataset.
-        directory: of the checkpoint, or of adapters with a config.json of their own.
-        weights: directory of the weights that config.json is of; None for adapters.
-        own_statistics: the user's, which are of actions as they are.
+        config: configuration from config.json.
+        settings: settings that may override the conventions.
+        fields: fields of config.json.
+        key: name of the statistics, which is the dataset's.
+        directory: directory of the checkpoint, or of adapters with their own config.json.
+        weights: directory of the weights described by config.json; None for adapters.
+        own_statistics: whether statistics are the user's, of unconverted actions.
 
     Raises:
-        CheckpointError: actions of the dataset mean what is not converted here.
+        CheckpointError: the dataset's actions would need an unsupported conversion.
     """
     origins: dict[str, str] = {}
     if OWN_SECTION not in fields:
@@ -79,7 +79,7 @@ def with_conventions(
 def _with_relative_dims(
     config: PiConfig, setting: int | None, key: str, known: bool, directory: Path
 ) -> tuple[PiConfig, str]:
-    """openpi's DeltaActions are a choice of its training configuration, which no file of a checkpoint names."""
+    """Apply openpi's DeltaActions, a choice of its training configuration that no checkpoint file records."""
     if setting is not None:
         return replace(config, relative_dims=setting), f"{_SETTING}relative_dims"
     if known:
@@ -90,7 +90,7 @@ def _with_relative_dims(
         directory,
         key,
     )
-    return config, f"assumed, of the unknown dataset {key}; model.pi.relative_dims says otherwise"
+    return config, f"assumed, of the unknown dataset {key}; model.pi.relative_dims overrides it"
 
 
 def _state_in_prompt(config: PiConfig, setting: bool | None, fields: Fields, key: str) -> tuple[bool, str]:
@@ -106,7 +106,7 @@ def _state_in_prompt(config: PiConfig, setting: bool | None, fields: Fields, key
 
 
 class LerobotSettings(Protocol):
-    """Settings of what lerobot did in another way before 0.5."""
+    """Settings for behaviour that lerobot changed in 0.5."""
 
     padded_state_in_prompt: bool | None
     dark_bars: bool | None
@@ -120,18 +120,11 @@ def with_lerobots_age(
     weights: Path | None,
     section: str = "model.pi",
 ) -> tuple[PiConfig, dict[str, str]]:
-    """Return the configuration with what lerobot did in another way before 0.5, and where each came from.
+    """Return the configuration with the behaviour that lerobot changed in 0.5, and the source of each value.
 
-    Until 0.4.4 it padded the state in the prompt of pi0.5 and pi0-FAST, and put -3 beside pictures that are not square;
-    since 0.5.0 it does neither, and openpi never did.
-
-    Args:
-        config: with what embodrl's part of config.json says.
-        settings: override the files.
-        fields: of config.json.
-        directory: see ``with_conventions``.
-        weights: likewise.
-        section: of the settings.
+    Up to 0.4.4 lerobot padded the state in the prompts of pi0.5 and pi0-FAST, and padded non-square images with -3;
+    since 0.5.0 it does neither, and openpi never did. Settings (of ``section``) override the files; see
+    ``with_conventions``.
     """
     foreign = "type" in fields and OWN_SECTION not in fields
     padded = settings.padded_state_in_prompt
@@ -158,9 +151,10 @@ def with_lerobots_age(
 
 
 def _is_before_0_5(fields: Fields, directory: Path, weights: Path | None, section: str) -> tuple[bool, str]:
-    """0.5.0 is distinguished from 0.4 by train_config.json, or by weights; 0.5.1 and later also by relative actions.
+    """Return whether lerobot older than 0.5 wrote the files, and the evidence.
 
-    In 0.4 PaliGemma's output layer is the embedding, of which safetensors stores one; 0.5 makes another embedding after
+    0.5.0 differs from 0.4 in train_config.json or the weights; 0.5.1 and later also in relative actions. In 0.4
+    PaliGemma's output layer is the embedding, and safetensors stores one of them; 0.5 creates another embedding after
     tying them, and stores both: lerobot v0.5.0, src/lerobot/policies/pi_gemma.py.
     """
     steps = [step.text("registry_name", "") for step in lerobot_steps(directory)]
@@ -178,7 +172,7 @@ def _is_before_0_5(fields: Fields, directory: Path, weights: Path | None, sectio
     if weights is not None:
         names = {name.removeprefix(LEROBOT_PREFIX) for name in stored_shapes(weight_files(weights))}
         if {EMBEDDING, TIED_TO_EMBEDDING} <= names:
-            return False, "embedding and output layer are stored apart: lerobot 0.5.0 or later"
+            return False, "embedding and output layer are stored separately: lerobot 0.5.0 or later"
         return True, "embedding and output layer are one: lerobot 0.4"
     keys = f"{section}.padded_state_in_prompt=false {section}.dark_bars=false"
     logger.warning(

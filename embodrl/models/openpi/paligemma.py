@@ -14,14 +14,14 @@ from embodrl.models.flow.siglip import SiglipTower
 
 
 class MultiModalProjector(nn.Module):
-    """Vision features to language embeddings."""
+    """Projects vision features to language embeddings."""
 
     def __init__(self, vision_width: int, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(vision_width, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        """``[B,N,*]`` to ``[B,N,W]``; other than text, images are not scaled by sqrt(W)."""
+        """Map ``[B,N,*]`` to ``[B,N,W]``; unlike text, images are not scaled by sqrt(W)."""
         return self.linear(features)
 
 
@@ -35,16 +35,16 @@ class PaliGemmaModel(nn.Module):
         self.language_model = GemmaModel(vlm, vocab_size)
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
+        """Map ``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
         features = self.vision_tower(pixels.flatten(0, 1))
         return self.multi_modal_projector(features).unflatten(0, (len(pixels), -1)).flatten(1, 2)
 
     def embed_prefix(
         self, pixels: Tensor, ids: Tensor, prompt_mask: Tensor, image_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings ``[B,P',W]`` of images and prompt, and ``bool[B,P']``, False at padding; None without any.
+        """Return embeddings ``[B,P',W]`` of images and prompt, and ``bool[B,P']``, False at padding (None without).
 
-        Cameras and columns that every row lacks are left out. Arguments as of ``PiModel.encode``.
+        Cameras and columns that every row lacks are omitted. Arguments as in ``PiModel.encode``.
         """
         if image_mask is not None:
             needed = image_mask.any(dim=0)
@@ -64,7 +64,7 @@ class PaliGemmaModel(nn.Module):
 
 
 def token_places(valid: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Return ``int64[B,S]``, or ``[1,S]`` where rows agree: each token's place among those that are not padding."""
+    """Return each token's index among non-padding tokens, ``int64[B,S]``, or ``[1,S]`` where all rows agree."""
     if valid is None:
         return torch.arange(length, device=device)[None]
     return (valid.cumsum(dim=1) - 1).clamp(min=0)

@@ -23,22 +23,16 @@ from embodrl.types import Observation
 PAD_ID = 0
 STATE_BINS = np.linspace(-1.0, 1.0, 257)[:-1]
 DARK_BARS = -3.0
-"""lerobot before 0.5 pads pictures of 0 to 1 with -1, and then maps 0 to 1 to -1 to 1."""
+"""lerobot before 0.5 pads images in [0, 1] with -1, and then maps [0, 1] to [-1, 1]."""
 
 
 class PiProcessor:
-    """Images, prompts and states as openpi prepares them.
-
-    Args:
-        tokenizer: of PaliGemma.
-        config: sizes, and how prompts are written.
-        state: statistics of the state; None leaves it as it is.
-    """
+    """Prepares images, prompts and states as in openpi; ``state`` has its statistics, None leaves it unchanged."""
 
     section: ClassVar[str] = "model.pi"
-    """Of the settings, for hints."""
+    """Settings section, for hints."""
     prompt_end: ClassVar[str] = "\nAction: "
-    """What follows the state in a prompt."""
+    """Text after the state in a prompt."""
 
     def __init__(self, tokenizer: TextTokenizer, config: PiConfig, state: Scaling | None) -> None:
         self.tokenizer = tokenizer
@@ -47,7 +41,7 @@ class PiProcessor:
         self._prompts: dict[str, list[int]] = {}
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
-        """Return inputs on a device.
+        """Return inputs on ``device``.
 
         Returns:
             ``images uint8[B,V,h,w,3]`` at the model's size, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``
@@ -55,12 +49,12 @@ class PiProcessor:
             int64[B,4]`` (top, left, bottom, right, in pixels).
 
         Raises:
-            EmbodrlError: too many cameras, too large a state, or a prompt that does not fit.
+            EmbodrlError: too many cameras, a state that is too large, or a prompt that does not fit.
         """
         batch, cameras = observation.images.shape[:2]
         check_cameras(cameras, self.config.num_images)
         size = self.config.siglip.image_size
-        copied = np.array(observation.images, order="C")  # the source may be a buffer that is used again
+        copied = np.array(observation.images, order="C")  # copy, since the source may be a reused buffer
         images = torch.from_numpy(copied).to(device).flatten(0, 1)
         state = self.normalized_state(observation.state)
         rows = [self._prompt(text, row) for text, row in zip(observation.instruction, state, strict=True)]
@@ -83,7 +77,7 @@ class PiProcessor:
 
     @staticmethod
     def pixels(inputs: dict[str, Tensor]) -> Tensor:
-        """Return the pictures of ``inputs`` as ``float32[B,V,3,h,w]`` in [-1, 1], and bars as in training."""
+        """Return the images of ``inputs`` as ``float32[B,V,3,h,w]`` in [-1, 1], with bars as in training."""
         pixels = inputs["images"].float().permute(0, 1, 4, 2, 3) / 127.5 - 1.0
         if "picture_box" not in inputs:
             return pixels
@@ -94,10 +88,9 @@ class PiProcessor:
         return pixels.masked_fill(~inside, DARK_BARS)
 
     def normalized_state(self, state: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Return ``[B,S]`` in the model's units.
+        """Return ``[B,S]`` in model units.
 
-        Raises:
-            EmbodrlError: S is larger than D, not that of the statistics, or 0 although the prompt needs a state.
+        Raises ``EmbodrlError`` if S exceeds D, differs from the statistics, or is 0 although the prompt needs a state.
         """
         dims = state.shape[1]
         if dims > self.config.max_action_dim:
@@ -109,7 +102,7 @@ class PiProcessor:
             )
         if dims == 0 and self.state is not None and self.config.discrete_state:
             raise EmbodrlError(
-                "the checkpoint was trained with the robot's state in the prompt, and the observation has none",
+                "the checkpoint was trained with the robot's state in the prompt, but the observation has none",
                 "set env.include_state=true, or model.pi.discrete_state=false if it was trained without",
                 code="pi-state-missing",
             )
@@ -118,16 +111,12 @@ class PiProcessor:
         return cut(self.state, dims, "the statistics of states", "the environment's state").normalize(state)
 
     def prompt(self, instruction: str, state: NDArray[np.float64]) -> list[int]:
-        """Return the ids of a prompt.
+        """Return the ids of the prompt for an instruction and a normalised ``state [S]``.
 
-        pi0 reads the instruction and, encoded apart from it, a line feed. pi0.5 with the state in its prompt reads
-        ``Task: ..., State: 128 17 ...;`` with the bin of each dimension out of 256 over [-1, 1], and ``Action:`` with
-        a blank on the next line. As in openpi, what lies below -1 has the bin -1, and underscores and line feeds in
-        instructions become blanks. lerobot's pi0 keeps them, and adds a line feed where the instruction has none.
-
-        Args:
-            instruction: in words.
-            state: ``[S]``, normalised.
+        pi0 reads the instruction and a separately encoded line feed. pi0.5 with the state in its prompt reads ``Task:
+        ..., State: 128 17 ...;`` with the bin of each dimension out of 256 over [-1, 1], and ``Action:`` with a blank
+        on the next line. As in openpi, values below -1 have bin -1, and underscores and line feeds in instructions
+        become blanks. lerobot's pi0 keeps them, and appends a missing line feed.
         """
         bos = [self.tokenizer.bos_id]
         if self.config.raw_instruction:

@@ -9,7 +9,7 @@ from embodrl.models.flow.flow_spec import SiglipConfig
 
 
 class PiArchitectureConfig(Section):
-    """Dimensions of a pi0 or pi0.5 built without a checkpoint, and prompts, of a checkpoint as well."""
+    """Dimensions of a pi0 or pi0.5 without a checkpoint; prompt settings apply to checkpoints as well."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
@@ -17,17 +17,17 @@ class PiArchitectureConfig(Section):
     depth: PositiveInt = Field(default=3, description="layers of Gemma and of the action expert")
     num_heads: PositiveInt = Field(default=4, description="query heads of both")
     num_kv_heads: PositiveInt = Field(default=1, description="key and value heads of both; divides num_heads")
-    head_dim: PositiveInt = Field(default=32, description="of both; even, since rotary embeddings turn pairs")
+    head_dim: PositiveInt = Field(default=32, description="head dimension of both; even, for rotary embeddings")
     vlm_width: PositiveInt = Field(default=128, description="Gemma hidden size")
     vlm_mlp_dim: PositiveInt = Field(default=384, description="Gemma MLP size")
     expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
     expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
     vocab_size: PositiveInt | None = Field(
-        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
+        default=None, description="embedding rows, at least the tokenizer's tokens; null: exactly those"
     )
-    max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
-    action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
-    num_images: PositiveInt = Field(default=1, description="image slots; cameras that are missing are masked")
+    max_action_dim: PositiveInt = Field(default=32, description="actions and states are zero-padded to this size")
+    action_horizon: PositiveInt = Field(default=5, description="predicted actions; the first num_action_chunks are run")
+    num_images: PositiveInt = Field(default=1, description="image slots; missing cameras are masked")
     max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
     discrete_state: bool | None = Field(
         default=None,
@@ -39,8 +39,7 @@ class PiArchitectureConfig(Section):
     )
     dark_bars: bool | None = Field(
         default=None,
-        description="bars beside pictures that are not square are at -3 instead of black, as with lerobot before 0.5;"
-        " null: as the checkpoint",
+        description="pad non-square images with -3 instead of black, as lerobot before 0.5; null: as the checkpoint",
     )
     relative_dims: NonNegativeInt | None = Field(
         default=None,
@@ -49,5 +48,5 @@ class PiArchitectureConfig(Section):
     )
     antialias: bool | None = Field(
         default=None,
-        description="resize a checkpoint's pictures with antialiasing; null: openpi's with it, lerobot's without",
+        description="resize a checkpoint's images with antialiasing; null: yes for openpi, no for lerobot",
     )

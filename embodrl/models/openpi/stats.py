@@ -1,8 +1,8 @@
-"""Normalisation of states and actions in openpi's layout (assets/ID/norm_stats.json), RLinf's (ID/norm_stats.json)
-and lerobot's.
+"""State and action statistics in the layouts of openpi, RLinf and lerobot.
 
-lerobot keeps statistics in a safetensors file that policy_preprocessor.json names, as tensors like
-``observation.state.mean`` and ``action.q01``, and says there how to use them.
+openpi keeps them in assets/ID/norm_stats.json, RLinf in ID/norm_stats.json. lerobot keeps tensors like
+``observation.state.mean`` and ``action.q01`` in a safetensors file; policy_preprocessor.json names the file and the
+normalisation method.
 """
 
 from __future__ import annotations
@@ -64,14 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PiStats:
-    """Statistics of one dataset.
-
-    Attributes:
-        key: its name.
-        actions: of the A action dimensions.
-        state: of the robot's state; None leaves states as they are.
-        raw: the set as in norm_stats.json.
-    """
+    """Statistics of one dataset; without ``state`` states stay unchanged, ``raw`` is its set in norm_stats.json."""
 
     key: str
     actions: Scaling
@@ -80,7 +73,7 @@ class PiStats:
 
 
 def read_openpi(directory: Path) -> dict[str, Fields]:
-    """Return the sets of statistics in a directory, by name; without any, nothing.
+    """Return the sets of statistics in a directory by name; may be empty.
 
     A set is named by its folder, below ``assets`` (openpi) or any other (RLinf).
 
@@ -101,18 +94,18 @@ def read_openpi(directory: Path) -> dict[str, Fields]:
 
 
 def lerobot_steps(directory: Path, name: str = LEROBOT_FILE) -> list[Fields]:
-    """Return lerobot's steps of preprocessing, or of another file; none without it."""
+    """Return the steps of lerobot's preprocessor file, or of another file; none without the file."""
     path = directory / name
     content = read_file(path) if path.is_file() else fields_of({}, str(path))
     return content.objects("steps") if "steps" in content else []
 
 
 def read_lerobot(directory: Path) -> tuple[dict[str, Fields], Normalization | None]:
-    """Return lerobot's statistics, as the one set that there is, and how they are used; None without the file.
+    """Return lerobot's single set of statistics and its normalisation methods; None without the file.
 
     Raises:
-        CheckpointError: a file is corrupt, names a method that is not supported, or has actions scaled back in another
-            way than they were scaled in training.
+        CheckpointError: a file is corrupt, names an unsupported method, or scales actions back differently than in
+            training.
     """
     before = lerobot_steps(directory)
     after = lerobot_steps(directory, LEROBOT_AFTER_FILE)
@@ -140,8 +133,8 @@ def _check_steps(directory: Path, steps: Sequence[Fields]) -> None:
     unknown = sorted(set(names) - _KNOWN_STEPS)
     if unknown:
         logger.warning(
-            "%s: lerobot's processors have the steps %s, which are left out here: if one of them changes pictures,"
-            " states or actions, the policy acts in another way than with lerobot",
+            "%s: lerobot's processors have the steps %s, which are ignored: if one of them changes images,"
+            " states or actions, the policy acts differently than in lerobot",
             directory,
             ", ".join(unknown),
         )
@@ -150,19 +143,19 @@ def _check_steps(directory: Path, steps: Sequence[Fields]) -> None:
 def _check_inverse(
     directory: Path, found: tuple[dict[str, Fields], Normalization], back: tuple[dict[str, Fields], Normalization]
 ) -> None:
-    """lerobot acts with the statistics of the second file, and trains with those of the first."""
+    """Check that both files agree: lerobot trains with the first file's statistics and acts with the second's."""
     entries = [sets[LEROBOT_KEY].fields("actions", {}) for sets, _ in (found, back) if sets]
     names = _FIELDS[found[1].actions] if len(entries) == 2 else ()
     values = [[entry.numbers(name) for name in names if name in entry] for entry in entries]
     if found[1].actions != back[1].actions or (names and values[0] != values[1]):
         raise PolicyFileError(
-            f"{directory}: {LEROBOT_AFTER_FILE} scales actions back in another way than {LEROBOT_FILE} scales them",
+            f"{directory}: {LEROBOT_AFTER_FILE} scales actions back differently than {LEROBOT_FILE} scales them",
             "write both files from the same dataset",
         )
 
 
 def _normalizer(directory: Path, steps: Sequence[Fields], name: str) -> tuple[dict[str, Fields], Normalization] | None:
-    """Return the statistics of the first step of that name, and how they are used; None without such a step."""
+    """Return the statistics and methods of the first step called ``name``; None without such a step."""
     steps = [step for step in steps if step.text("registry_name", "") == name]
     if not steps:
         return None
@@ -191,17 +184,10 @@ def _normalizer(directory: Path, steps: Sequence[Fields], name: str) -> tuple[di
 
 
 def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim: int, source: str) -> PiStats:
-    """Return the statistics of that key.
-
-    Args:
-        sets: by name.
-        key: which; None takes the only one.
-        methods: how they are used.
-        action_dim: A, to check against.
-        source: named in errors.
+    """Return the statistics of a key with the normalisation ``methods``; see ``norm_stats.choose_key``.
 
     Raises:
-        CheckpointError: no such key, several and none chosen, they lack what is needed, or a value is invalid.
+        CheckpointError: no such key, several and none chosen, missing entries, or an invalid value.
     """
     if not sets and key is None and methods.actions != "identity":
         raise StatisticsMissingError(
@@ -231,10 +217,9 @@ def identity_set(action_dim: int) -> dict[str, object]:
 
 
 def cut(scaling: Scaling, dims: int, where: str, setting: str) -> Scaling:
-    """Return statistics of the first ``dims`` dimensions; those beyond must be padding, which has no range.
+    """Return the statistics of the first ``dims`` dimensions; the rest must be padding without range.
 
-    Raises:
-        CheckpointError: there are fewer, or those beyond vary.
+    Raises ``CheckpointError`` if there are fewer dimensions, or the padding varies.
     """
     low, high = _ends(scaling)
     if len(low) < dims or bool(np.any(high[dims:] != low[dims:])):
@@ -272,14 +257,7 @@ def _scaling(entry: Fields, part: str, method: Method, eps: float) -> Scaling | 
 
 
 def write_pipeline(directory: Path, name: str, steps: Sequence[tuple[str, dict[str, object]]], stats: PiStats) -> None:
-    """Write a file of lerobot's processor steps, and the statistics that those with a ``norm_map`` use.
-
-    Args:
-        directory: of the policy.
-        name: of the file.
-        steps: registered name and settings of each.
-        stats: of the robot.
-    """
+    """Write a file of lerobot's processor ``steps`` (registered name and settings), and the statistics they use."""
     stem = name.removesuffix(".json")
     written: list[dict[str, object]] = []
     for index, (registry_name, settings) in enumerate(steps):

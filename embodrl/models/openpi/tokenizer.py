@@ -1,4 +1,4 @@
-"""PaliGemma's tokenizer, which checkpoints of pi0 and pi0.5 do not bring along, or the small one that embodrl ships."""
+"""PaliGemma's tokenizer, which pi0 and pi0.5 checkpoints lack, or the small one that embodrl ships."""
 
 from __future__ import annotations
 
@@ -22,19 +22,14 @@ _PICTURE = "<image>"
 
 
 class TextTokenizer(ABC):
-    """Text to ids, without any that mark its ends.
-
-    Attributes:
-        bos_id: begins a prompt.
-        vocab_size: number of ids.
-    """
+    """Encodes text without start and end tokens; ``bos_id`` begins a prompt."""
 
     bos_id: int
     vocab_size: int
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, and only those."""
+        """Return the ids of the text alone."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -42,7 +37,7 @@ class TextTokenizer(ABC):
 
 
 class JsonTokenizer(TextTokenizer):
-    """A tokenizer.json."""
+    """A tokenizer stored as tokenizer.json."""
 
     def __init__(self, path: Path) -> None:
         self._tokenizer = read_tokenizer(path)
@@ -54,19 +49,18 @@ class JsonTokenizer(TextTokenizer):
             )
         self.bos_id = bos
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        # transformers adds it behind PaliGemma's vocabulary, for the place of a picture; no embedding has a row for it.
+        # transformers appends it to PaliGemma's vocabulary as image placeholder; no embedding has a row for it.
         self.vocab_size = size - (self._tokenizer.token_to_id(_PICTURE) == size - 1)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json."""
         self._tokenizer.save(str(directory / JSON_FILE))
 
 
 class SentencePieceTokenizer(TextTokenizer):
-    """A tokenizer.model; needs the package sentencepiece."""
+    """A tokenizer stored as tokenizer.model; needs the package sentencepiece."""
 
     def __init__(self, path: Path) -> None:
         self._model = read_regular_file(path, MAX_JSON_BYTES, follow_links=True)
@@ -88,21 +82,20 @@ class SentencePieceTokenizer(TextTokenizer):
         return self._processor.encode(text)
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.model."""
         (directory / SENTENCEPIECE_FILE).write_bytes(self._model)
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
-    """Return the tokenizer in a checkpoint's directory, or PaliGemma's from the hub: public checkpoints leave it out.
+    """Return the tokenizer of a checkpoint, or PaliGemma's from the hub, since public checkpoints omit it.
 
     Args:
-        directory: with tokenizer.json or tokenizer.model; else lerobot's policy_preprocessor.json may name the
-            tokenizer's repository.
+        directory: directory with tokenizer.json or tokenizer.model; else lerobot's policy_preprocessor.json may name
+            the tokenizer's repository.
         vocab_size: rows of the model's embedding.
 
     Raises:
-        CheckpointError: neither file is there and it can't be fetched, or it is corrupt or of another model.
-        MissingDependencyError: there is only tokenizer.model, and sentencepiece is not installed.
+        CheckpointError: there is no tokenizer and it can't be fetched, or it is corrupt or another model's.
+        MissingDependencyError: there is only tokenizer.model, but sentencepiece is not installed.
     """
     tokenizer: TextTokenizer
     if (directory / JSON_FILE).is_file():
@@ -121,17 +114,13 @@ def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
 
 
 def hub_name(directory: Path) -> str:
-    """Return the repository of a checkpoint's tokenizer: the one that lerobot's file names, or PaliGemma.
-
-    Raises:
-        CheckpointError: the file is corrupt.
-    """
+    """Return a checkpoint's tokenizer repository: the one named by lerobot's file, or PaliGemma."""
     names = [step.fields("config", {}).text("tokenizer_name", "") for step in lerobot_steps(directory)]
     return next((name for name in names if name), PALIGEMMA)
 
 
 def with_line_feed(instruction: str) -> str:
-    """Return an instruction that ends in a line feed, as lerobot's processors for pi0 and SmolVLA write it."""
+    """Return an instruction that ends in a line feed, as in lerobot's processors for pi0 and SmolVLA."""
     return instruction if instruction.endswith("\n") else f"{instruction}\n"
 
 

@@ -1,7 +1,7 @@
-"""Names in openpi's and lerobot's weights, and in the network here.
+"""Parameter names in openpi's and lerobot's weights, and in the network here.
 
-They agree except that lerobot puts ``model.`` before all of them, that newer versions of transformers drop SigLIP's
-level ``vision_model``, and that the tied embedding may be stored under the name of the output layer instead.
+They agree except that lerobot prefixes all with ``model.``, newer versions of transformers drop SigLIP's level
+``vision_model``, and the tied embedding may be stored under the output layer's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLOAT32 = ("_layernorm.", "model.norm.")
 
 
 def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return, of the names in a checkpoint, what they are called here and which are not used, with reasons."""
+    """Return aliases (checkpoint name -> name here) and ignored checkpoint names with reasons."""
     plain = {name: name.removeprefix(LEROBOT_PREFIX) for name in stored}
     aliases: dict[str, str] = {}
     ignore: dict[str, str] = {}
@@ -48,22 +48,22 @@ def with_tower_level(name: str) -> str:
 
 
 def in_float32(name: str) -> bool:
-    """Tell whether openpi keeps a weight in float32 in a model of bfloat16.
+    """Return whether openpi keeps a weight in float32 in a bfloat16 model.
 
-    Those are Gemma's norms (with what conditions them), embeddings of patches and their places, and the layers between
-    actions, state, noise level and expert, so that the velocity is computed in float32.
+    These are Gemma's norms (with their conditioning), patch and position embeddings, and the layers between actions,
+    state, noise level and expert, so that the velocity is computed in float32.
     """
     parts = _FLOAT32_IN_TOWER if name.startswith(TOWER) else _FLOAT32
     return not name.startswith(_TRUNK) or any(part in name for part in parts)
 
 
 def neutral_norm(name: str) -> int:
-    """Return the weight of a norm that leaves its input unscaled: Gemma's scale by 1 + weight."""
+    """Return the norm weight that leaves the input unscaled: Gemma scales by 1 + weight."""
     return int(TOWER in name)
 
 
 def variant_of(stored: Collection[str]) -> str | None:
-    """Return the model that weights of these names are of, or None if they tell neither."""
+    """Return the model that the weight names belong to, or None if they fit both."""
     names = {name.removeprefix(LEROBOT_PREFIX) for name in stored}
     if "time_mlp_in.weight" in names:
         return "pi05"
@@ -71,6 +71,6 @@ def variant_of(stored: Collection[str]) -> str | None:
 
 
 def public_state(state: Mapping[str, Tensor], expert_width: int) -> dict[str, Tensor]:
-    """Return weights with the one tensor that openpi's strict loading wants and nothing reads: zeros for it."""
+    """Return weights plus the one tensor, zeros, that openpi's strict loading needs but nothing reads."""
     embedding = state[EMBEDDING]
     return {**state, EXPERT_HEAD: torch.zeros(len(embedding), expert_width, dtype=embedding.dtype)}

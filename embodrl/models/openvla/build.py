@@ -1,4 +1,4 @@
-"""From a ModelConfig to an OpenVLA policy: a public checkpoint, or the tiny size."""
+"""Builds an OpenVLA policy from a ModelConfig: a public checkpoint, or the tiny size."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ BUILTIN_WARM_START = Path(__file__).parents[2] / "assets" / "openvla_tiny"
 TINY_STATS_KEY = "maniskill"
 
 Components = Callable[[Path, LoadReport, torch.device], dict[str, Tensor]]
-"""From a checkpoint's directory to all tensors ``vision_backbone.*``; empty if those of the weights are meant."""
+"""From a checkpoint's directory to all tensors ``vision_backbone.*``; empty to use those of the weights."""
 
 
 @dataclass
 class ModelParts:
-    """What policies on the OpenVLA network are put together from.
+    """Parts of a policy on the OpenVLA network.
 
     Attributes:
-        directory: of the checkpoint or the warm start; None with random weights.
-        model: the network, filled.
-        tokenizer: of its prompts.
+        directory: directory of the checkpoint or the warm start; None with random weights.
+        model: network with its weights.
+        tokenizer: prompt tokenizer.
         stats: action statistics of the robot.
-        value_head: the critic, or None.
-        report: how the checkpoint was loaded.
-        generator: for further random weights.
+        value_head: critic, or None.
+        report: load report.
+        generator: random generator for additional weights.
     """
 
     directory: Path | None
@@ -58,14 +58,7 @@ class ModelParts:
 def build_openvla(
     config: OpenVlaConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[OpenVLAPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
-
-    With ``model_path`` it is a checkpoint in the public layout, from a directory or the Hugging Face hub. Without, it
-    has the dimensions of ``architecture`` and the weights of ``warm_start``; random ones are a function of ``seed``
-    and ``device``.
-
-    Arguments and errors as of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
     model = parts.model.config
     if "keep_stop_token" in model.own:
@@ -86,7 +79,7 @@ def build_openvla(
 
 
 def resize_filter(config: OpenVlaConfig, parts: ModelParts) -> str:
-    """Return how pictures are resized: by the setting, as embodrl trained it, or by the dataset."""
+    """Return the resize filter: from the setting, from embodrl's training, or by dataset."""
     own = parts.model.config.own
     raw = parts.model.config.raw
     is_public = parts.directory is not None and OWN_SECTION not in raw
@@ -116,17 +109,17 @@ def build_parts(
     film: bool = False,
     components: Components | None = None,
 ) -> ModelParts:
-    """Build the network and what goes with it.
+    """Build the network and its accompanying parts.
 
     Args:
-        config: the section ``model``.
-        builtin: what ``warm_start: builtin`` means; None if no weights ship.
-        causal: see OpenVLAModel.
-        device: where the network lives.
-        dtype: of its weights.
-        seed: of weights that come from no checkpoint.
-        film: the vision backbone reads the instruction.
-        components: looks at a checkpoint's other files before any weight is read.
+        config: section ``model``.
+        builtin: directory for ``warm_start: builtin``; None if no weights ship.
+        causal: see ``OpenVLAModel``.
+        device: device of the network.
+        dtype: dtype of its weights.
+        seed: seed of weights that come from no checkpoint.
+        film: whether the vision backbone reads the instruction.
+        components: function that reads a checkpoint's other files before any weights.
 
     Raises:
         CheckpointError: no such checkpoint, or it does not fit.

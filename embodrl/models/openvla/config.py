@@ -1,4 +1,4 @@
-"""What config.json of an OpenVLA checkpoint says, plus the dimensions that it leaves to library names."""
+"""config.json of an OpenVLA checkpoint, completed by dimensions that it leaves to library names."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class OpenVLAConfig:
     """An OpenVLA model.
 
     Attributes:
-        dino, siglip: the two vision transformers.
-        llama: the language model.
-        pad_token_id: id of padding; also the first id that is neither text nor action.
-        n_action_bins: bins of an action dimension; their ids are the last ones before ``action_vocab_size``.
-        pad_to_multiple_of: ids at the end of the embedding that no token uses.
-        prompt_end_id: the id that a prompt ends with (29871, a lone word boundary, with the Llama tokenizer).
-        bos_id, eos_id: ends of a sequence.
+        dino, siglip: vision transformers.
+        llama: language model.
+        pad_token_id: padding id; also the first id that is neither text nor action.
+        n_action_bins: bins per action dimension; their ids are the last before ``action_vocab_size``.
+        pad_to_multiple_of: unused ids at the end of the embedding.
+        prompt_end_id: last id of a prompt (29871, a lone word boundary, with the Llama tokenizer).
+        bos_id, eos_id: start and end of a sequence.
         norm_stats: statistics by dataset.
-        raw: the file's contents, so that saving keeps the keys that embodrl does not use.
+        raw: contents of the file, so that saving preserves keys that embodrl does not use.
     """
 
     dino: VitSpec
@@ -74,12 +74,12 @@ class OpenVLAConfig:
 
     @property
     def action_vocab_size(self) -> int:
-        """Text and action ids together (32000 for the public model); bin k has the id ``action_vocab_size - k``."""
+        """Number of text and action ids (32000 for the public model); bin k has the id ``action_vocab_size - k``."""
         return self.llama.vocab_size - self.pad_to_multiple_of
 
     @property
     def first_action_id(self) -> int:
-        """The smallest action id (31744 for the public model)."""
+        """Smallest action id (31744 for the public model)."""
         return self.action_vocab_size - self.n_action_bins
 
     @property
@@ -93,7 +93,7 @@ class OpenVLAConfig:
         return self.dino.num_patches
 
     def to_dict(self) -> dict[str, object]:
-        """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
+        """Return config.json: the public keys, and ``embodrl`` for everything else."""
         text = {**fields_of(self.raw, CONFIG_FILE).fields("text_config", {}).content, **asdict(self.llama)}
         return {
             **{k: v for k, v in self.raw.items() if k != OWN_SECTION},
@@ -113,7 +113,7 @@ class OpenVLAConfig:
         }
 
     def own_section(self) -> dict[str, object]:
-        """Return what the public keys of config.json leave open."""
+        """Return the section for everything that the public keys of config.json omit."""
         return {
             "dino": asdict(self.dino),
             "siglip": asdict(self.siglip),
@@ -124,23 +124,18 @@ class OpenVLAConfig:
 
     @property
     def own(self) -> Fields:
-        """What embodrl added to config.json; empty for a public checkpoint."""
+        """embodrl's section of config.json; empty for a public checkpoint."""
         return fields_of(self.raw, CONFIG_FILE).fields(OWN_SECTION, {})
 
     @staticmethod
     def from_dict(
         raw: Mapping[str, object], vision: tuple[VitSpec, VitSpec] | None = None, source: str = CONFIG_FILE
     ) -> OpenVLAConfig:
-        """Read config.json.
-
-        Args:
-            raw: the parsed file.
-            vision: dimensions of DINOv2 and SigLIP, if the file does not name known ones.
-            source: named in errors.
+        """Read config.json; ``vision`` replaces unknown DINOv2 and SigLIP dimensions, ``source`` is named in errors.
 
         Raises:
-            CheckpointError: another family, an older OpenVLA (one vision tower, or letterboxed images), unknown
-                towers, or an invalid value.
+            CheckpointError: another family, an older OpenVLA (one vision tower, or letterboxed images), unknown towers,
+                or an invalid value.
         """
         fields = fields_of(raw, source)
         _reject_other_models(fields)
@@ -170,14 +165,10 @@ class OpenVLAConfig:
 
     @staticmethod
     def from_directory(directory: Path, fine_tuned: Path | None = None) -> OpenVLAConfig:
-        """Read config.json and, if there is one, dataset_statistics.json of a fine-tuned checkpoint.
-
-        Args:
-            directory: of the checkpoint.
-            fine_tuned: has dataset_statistics.json; None for the same directory.
+        """Read config.json and, from ``fine_tuned`` if given, a fine-tuned checkpoint's dataset_statistics.json.
 
         Raises:
-            CheckpointError: config.json is missing, invalid, or of another model.
+            CheckpointError: config.json is missing, invalid, or another model's.
         """
         path = directory / CONFIG_FILE
         config = OpenVLAConfig.from_dict(read_file(path).content, source=str(path))
@@ -190,10 +181,10 @@ class OpenVLAConfig:
     def from_architecture(
         arch: ArchitectureConfig, text_vocab_size: int, prompt_end_id: int, norm_stats: Mapping[str, object]
     ) -> OpenVLAConfig:
-        """Return the configuration of a model built without a checkpoint.
+        """Return the configuration of a model without a checkpoint.
 
         The embedding holds the text ids, then 256 action ids, then 64 ids of which the first is padding: the public
-        layout with another size of text vocabulary.
+        layout with another text vocabulary size.
         """
         action_vocab = text_vocab_size + 256
         llama = LlamaSpec(
@@ -244,7 +235,7 @@ def _reject_other_models(fields: Fields) -> None:
     backbone = fields.text("vision_backbone_id", "dinosiglip")
     if not fields.flag("use_fused_vision_backbone", True) or "dinosiglip" not in backbone:
         raise CheckpointError(
-            f"{source}: older OpenVLA with the one vision tower '{backbone}' is not supported",
+            f"{source}: older OpenVLA with a single vision tower '{backbone}' is not supported",
             "use a checkpoint with the fused DINOv2 + SigLIP backbone (openvla-7b or a fine-tune of it)",
             code="checkpoint-unsupported",
         )

@@ -1,7 +1,7 @@
-"""Autoregressive decoding of action tokens on Llama's weights, without the per-call overhead of the generic classes.
+"""Autoregressive decoding of action tokens on Llama's weights, without the per-call overhead of generic classes.
 
-The images and the prompt go through the model once; each further token runs on static key-value buffers, and only the
-rows of lm_head that belong to action tokens are computed. Results equal the transformers forward pass (tested).
+Images and prompt run once; each further token uses static key-value buffers, and only the lm_head rows of action tokens
+are computed. Results equal transformers' forward pass (tested).
 Shapes: B batch, P prefix (image and prompt tokens), N action tokens, D hidden size.
 """
 
@@ -23,7 +23,7 @@ from embodrl.models.openvla.modeling import OpenVLAModel
 FUSE_BELOW_HIDDEN = 1024
 
 Choose = Callable[[Tensor, int], Tensor]
-"""Action logits ``float32[B,256]`` and the place of the token in the chunk to token ids ``int64[B]``."""
+"""Map action logits ``float32[B,256]`` and the token's index in the chunk to token ids ``int64[B]``."""
 
 
 @dataclass
@@ -39,13 +39,7 @@ class _Layer:
 
 
 class ActionDecoder:
-    """Holds the weights in the compute type and the key-value buffers for one batch.
-
-    Args:
-        model: the network; its weights are read, not changed.
-        batch: B.
-        max_length: P + N.
-    """
+    """Holds weights in the compute dtype and key-value buffers for ``max_length`` = P + N tokens of one batch."""
 
     def __init__(self, model: OpenVLAModel, batch: int, max_length: int) -> None:
         self.model = model
@@ -59,7 +53,7 @@ class ActionDecoder:
         embedding = llama.model.embed_tokens.weight
         kind = embedding.device.type
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embedding.dtype
-        # On CPU, products of one query with the keys are several times faster in float32 and with the keys transposed.
+        # On CPU, single-query products with the keys are several times faster in float32 with transposed keys.
         self.cache_dtype = torch.float32 if kind == "cpu" else self.dtype
         self._fuse = spec.hidden_size < FUSE_BELOW_HIDDEN
         shape = (batch, self.kv_heads, max_length, self.head_dim)
@@ -75,14 +69,13 @@ class ActionDecoder:
 
         Args:
             prefix: embeddings ``[B,P,D]``.
-            attention_mask: ``int64[B,P]``, or None if nothing is padding; the last column must not be.
+            attention_mask: ``int64[B,P]``, or None without padding; the last column must not be padding.
             num_tokens: N.
-            choose: picks each token.
-            first: of the tokens of images and prompt whose hidden states are wanted.
+            choose: function that picks each token.
+            first: first image or prompt token whose hidden state is returned.
 
         Returns:
-            ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and the hidden states ``[B,P-first,D]`` of images and
-            prompt.
+            ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and hidden states ``[B,P-first,D]`` of images and prompt.
         """
         length = prefix.shape[1]
         cos, sin = self._rotary(prefix, attention_mask, num_tokens)
@@ -175,12 +168,12 @@ class ActionDecoder:
         if factors is None or self._fuse:
             merged = linear_weight(module).to(self.dtype)
             return lambda x: F.linear(x, merged, bias)
-        # Merging copies the weights, which costs more than two thin products where they are large.
+        # Merging copies the weights, which for large weights costs more than two thin products.
         weight, down, up = (part.to(self.dtype) for part in (module.weight, *factors))
         return lambda x: F.linear(x, weight, bias) + F.linear(F.linear(x, down), up)
 
     def _several(self, *modules: nn.Linear) -> Callable[[Tensor], Tensor]:
-        """Outputs side by side; one product where the copy of the weights is cheap."""
+        """Return concatenated outputs, in one product where copying the weights is cheap."""
         if not self._fuse or any(module.bias is not None for module in modules):
             functions = [self._one(module) for module in modules]
             return lambda x: torch.cat([function(x) for function in functions], dim=-1)
@@ -194,5 +187,5 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions; the sign of the exchanged halves is in ``sin``."""
+    """Apply rotary positions; ``sin`` includes the sign of the swapped halves."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

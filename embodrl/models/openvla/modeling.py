@@ -23,7 +23,7 @@ HEAD_STD = 0.02
 
 
 class VisionBackbone(nn.Module):
-    """DINOv2 and SigLIP side by side; their features are concatenated channel-wise."""
+    """Parallel DINOv2 and SigLIP with features concatenated channel-wise."""
 
     def __init__(self, config: OpenVLAConfig, film: bool = False) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class VisionBackbone(nn.Module):
         self.fused_featurizer = VisionTransformer(config.siglip, film_dim)
 
     def forward(self, pixels: Tensor, instruction: Tensor | None = None) -> Tensor:
-        """``[B,6V,H,W]``, three channels normalised for DINOv2 and three for SigLIP, to ``[B,V*N,D1+D2]``.
+        """Map ``[B,6V,H,W]``, three channels each normalised for DINOv2 and SigLIP, to ``[B,V*N,D1+D2]``.
 
-        With FiLM the features also depend on the instruction's embedding ``[B,D]``.
+        With FiLM the features also depend on the instruction embedding ``[B,D]``.
         """
         dino, siglip = pixels.unflatten(1, (-1, 2, 3)).flatten(0, 1).unbind(1)
         if instruction is not None:
@@ -44,7 +44,7 @@ class VisionBackbone(nn.Module):
 
 
 class Projector(nn.Module):
-    """Vision features to language embeddings."""
+    """Projects vision features to language embeddings."""
 
     def __init__(self, vision_dim: int, hidden_size: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Projector(nn.Module):
         self.fc3 = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, features: Tensor) -> Tensor:
-        """``[B,N,D1+D2]`` to ``[B,N,D]``."""
+        """Map ``[B,N,D1+D2]`` to ``[B,N,D]``."""
         return self.fc3(F.gelu(self.fc2(F.gelu(self.fc1(features)))))
 
 
@@ -62,9 +62,9 @@ class OpenVLAModel(nn.Module):
 
     Args:
         config: dimensions.
-        causal: a token sees no later one. Without, as in OpenVLA-OFT, every token sees every other (Kim et al.,
+        causal: a token sees no later one. False as in OpenVLA-OFT: every token sees every other (Kim et al.,
             "Fine-Tuning Vision-Language-Action Models: Optimizing Speed and Success", 2025).
-        film: the vision backbone reads the instruction, as OpenVLA-OFT+ does (same paper).
+        film: the vision backbone reads the instruction, as in OpenVLA-OFT+ (same paper).
     """
 
     def __init__(self, config: OpenVLAConfig, causal: bool = True, film: bool = False) -> None:
@@ -83,13 +83,13 @@ class OpenVLAModel(nn.Module):
         Args:
             pixels: ``[B,6V,H,W]``.
             input_ids: ``int64[B,L]``, BOS first.
-            state: further embeddings ``[B,E,D]`` after the patches.
-            instruction: ``[B,D]``, what FiLM reads.
+            state: additional embeddings ``[B,E,D]`` after the patches.
+            instruction: ``[B,D]`` input of FiLM.
         """
         return self.join_prefix(self.vision_backbone(pixels, instruction), input_ids, state)
 
     def join_prefix(self, patches: Tensor, input_ids: Tensor, state: Tensor | None = None) -> Tensor:
-        """As ``embed_prefix``, from the features ``[B,V*N,D1+D2]`` of the vision backbone."""
+        """Like ``embed_prefix``, from the vision backbone's features ``[B,V*N,D1+D2]``."""
         middle = [self.projector(patches.to(self.projector.fc1.weight.dtype))]
         if state is not None:
             middle.append(state)
@@ -97,12 +97,12 @@ class OpenVLAModel(nn.Module):
         return torch.cat([text[:, :1], *(part.to(text.dtype) for part in middle), text[:, 1:]], dim=1)
 
     def hidden_states(self, embeddings: Tensor, attention_mask: Tensor | None, first: int = 0) -> Tensor:
-        """Return the hidden states ``[B,S-first,D]`` after Llama's final norm, of the tokens from ``first`` on.
+        """Return the hidden states ``[B,S-first,D]`` after Llama's final norm, of tokens ``first`` onwards.
 
         Args:
             embeddings: ``[B,S,D]``.
-            attention_mask: ``int64[B,S]``, 0 at padding, which may be anywhere; None if there is none.
-            first: what comes before is seen, and its own hidden states are not needed.
+            attention_mask: ``int64[B,S]``, 0 at padding, which may be anywhere; None without padding.
+            first: first token whose hidden state is needed; earlier tokens are still attended to.
         """
         positions = None
         bias = None
@@ -112,7 +112,7 @@ class OpenVLAModel(nn.Module):
         return self.language_model.model(embeddings, bias, positions, first)
 
     def action_logits(self, hidden: Tensor) -> Tensor:
-        """Return the ``float32[...,256]`` logits of the action ids, in order; no other row of lm_head is computed."""
+        """Return the ``float32[...,256]`` logits of the action ids, in order; no other lm_head rows are computed."""
         first = self.config.first_action_id
         with torch.autocast(hidden.device.type, enabled=False):
             weight = linear_weight(self.language_model.lm_head, slice(first, first + self.config.n_action_bins))
@@ -122,8 +122,8 @@ class OpenVLAModel(nn.Module):
 def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:
     """Draw weights for training from scratch.
 
-    By the rules of ``common/init.py``; besides, LayerScale starts at 1 rather than 1e-5, and embeddings of action bins
-    vary smoothly with the bin.
+    Follows ``common/init.py``; in addition LayerScale starts at 1 rather than 1e-5, and embeddings of action bins vary
+    smoothly with the bin.
     """
     for vit in (model.vision_backbone.featurizer, model.vision_backbone.fused_featurizer):
         _init_vit(vit, generator)
@@ -175,10 +175,10 @@ def _init_llama(model: OpenVLAModel, generator: torch.Generator) -> None:
 
 
 def smooth_bins(num_bins: int, width: int, generator: torch.Generator) -> Tensor:
-    """Return ``float32[num_bins,width]`` of unit variance in which neighbouring rows are alike.
+    """Return ``float32[num_bins,width]`` of unit variance with similar neighbouring rows.
 
-    Random Fourier features (Rahimi and Recht, 2007) of the bin's place in [-1, 1], with log-uniform frequencies from a
-    quarter of a wave to about twenty waves over the range.
+    Random Fourier features (Rahimi and Recht, 2007) of the bin's position in [-1, 1], with log-uniform frequencies from
+    a quarter wave to about twenty waves over the range.
     """
     device = generator.device
     place = torch.linspace(-1.0, 1.0, num_bins, device=device)[:, None]

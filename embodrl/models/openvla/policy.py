@@ -17,7 +17,7 @@ from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 
 
 class OpenVLAPolicy(TokenPolicy):
-    """Seven action tokens for each of the C actions, decoded one after the other; C = 1 is the public model.
+    """Decodes seven action tokens for each of the C actions autoregressively; C = 1 is the public model.
 
     ``preprocess`` returns ``images uint8[B,H,W,3]``, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
     """
@@ -37,14 +37,11 @@ class OpenVLAPolicy(TokenPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
+        """Choose a chunk of actions per row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
 
-        In ``mean`` mode each token is the bin nearest to the mean, given those before it. ``forward_inputs`` has what
-        ``preprocess`` returns and ``action_tokens int64[B,C,A]``. Of its randomness, each call takes one block from
-        ``generator``, whatever the tokens.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
+        In ``mean`` mode each token is the bin nearest to the mean, given the earlier tokens. ``forward_inputs`` has the
+        output of ``preprocess`` and ``action_tokens int64[B,C,A]``. Each call takes one block from ``generator``,
+        whatever the tokens.
         """
         inputs = self.with_patches(self.preprocess(observation))
         prefix, mask = self.prompt_embeddings(inputs)
@@ -67,22 +64,18 @@ class OpenVLAPolicy(TokenPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """One forward pass over images and prompt.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or there is no value head.
-        """
+        """Return values from one forward pass over images and prompt."""
         prefix, mask = self.prompt_embeddings(self.preprocess(observation))
         hidden = self.model.hidden_states(prefix, mask, self.first_read(prefix.shape[1]))
         return self.values_from(self._features(hidden, mask))
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Each token is fed the ones before it (teacher forcing)."""
+        """Compute each token's logits from the actual earlier tokens (teacher forcing)."""
         hidden, features = self.action_states(inputs)
         return self.model.action_logits(hidden), features
 
     def action_states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the hidden states ``[B,C*A,D]`` that action tokens are predicted from, and what the value is."""
+        """Return the hidden states ``[B,C*A,D]`` that predict action tokens, and the input of the value head."""
         prefix, prefix_mask = self.prompt_embeddings(inputs)
         known = self.model.language_model.model.embed_tokens(inputs["action_tokens"].flatten(1)[:, :-1])
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, known.shape[1]), value=1)

@@ -19,15 +19,10 @@ PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
 
 class OpenVLAProcessor:
-    """Prompts and images as OpenVLA was trained with them.
+    """Prepares prompts (L = ``max_prompt_tokens``) and images as in OpenVLA's training.
 
-    Args:
-        tokenizer: of the language model.
-        image_size: side of the model's square input in pixels.
-        max_prompt_tokens: L.
-        pad_token_id: fills prompts up.
-        center_crop: cut the middle 90 % of the area.
-        resize_filter: ``bicubic``, or ``lanczos_jpeg``: Lanczos after a JPEG round trip.
+    ``center_crop`` crops the central 90 % of the area. ``resize_filter`` is ``bicubic``, or ``lanczos_jpeg`` for
+    Lanczos after a JPEG round trip.
     """
 
     def __init__(
@@ -48,14 +43,10 @@ class OpenVLAProcessor:
         self._rows: dict[str, tuple[list[int], list[int]]] = {}
 
     def prompt_row(self, instruction: str) -> tuple[list[int], list[int]]:
-        """Return L ids and an L-long mask: BOS, padding, the prompt.
+        """Return L ids and an L-long mask: BOS, padding, the prompt; raise ``EmbodrlError`` if the prompt is longer.
 
-        Padding sits between BOS and the text, so that in every row of a batch the last prompt token, from which the
-        first action and the value are read, is in the last place. Masks and positions make the place of padding
-        irrelevant.
-
-        Raises:
-            EmbodrlError: the prompt is longer than L.
+        Padding comes between BOS and the text, so that every row's last prompt token, from which the first action and
+        the value are read, is in the last place. Masks and positions make the place of padding irrelevant.
         """
         if instruction not in self._rows:
             ids = self.tokenizer.encode(PROMPT.format(instruction=instruction.lower()))
@@ -67,7 +58,7 @@ class OpenVLAProcessor:
         return self._rows[instruction]
 
     def resize(self, images: NDArray[np.uint8], device: torch.device) -> Tensor:
-        """Return ``uint8[N,H,W,3]`` at the model's size, cropped if the policy does that."""
+        """Return ``uint8[N,H,W,3]`` at the model's size, cropped if ``center_crop``."""
         compressed = self.resize_filter == "lanczos_jpeg"
         resize = resize_lanczos if compressed else resize_bicubic
         # a copy: the source may be a reused buffer
@@ -76,7 +67,7 @@ class OpenVLAProcessor:
         return center_crop_area(pixels) if self.center_crop else pixels
 
     def prompts(self, instructions: list[str], device: torch.device) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``int64[B,L]``; raises as ``prompt_row``."""
+        """Return ``input_ids`` and ``attention_mask`` ``int64[B,L]``; errors as in ``prompt_row``."""
         rows = [self.prompt_row(text) for text in instructions]
         return {
             "input_ids": torch.tensor([ids for ids, _ in rows], device=device),
@@ -86,8 +77,7 @@ class OpenVLAProcessor:
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
         """Return ``images uint8[B,H,W,3]`` at the model's size, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
 
-        Raises:
-            EmbodrlError: several cameras, or a prompt that does not fit.
+        Raises ``EmbodrlError`` for several cameras, or a prompt that does not fit.
         """
         check_cameras(observation.images.shape[1], 1)
         images = self.resize(observation.images[:, 0], device)

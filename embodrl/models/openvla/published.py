@@ -1,7 +1,7 @@
-"""Published fine-tunes of OpenVLA and OpenVLA-OFT on LIBERO: the conventions that they were trained with.
+"""Conventions of published OpenVLA and OpenVLA-OFT fine-tunes on LIBERO. Imports no torch.
 
-Their datasets count the gripper from 0 (closed) to 1 (open) and were cropped at random; LIBERO closes with a positive
-number, so such actions as they are never open the gripper. Imports no torch.
+Their datasets count the gripper from 0 (closed) to 1 (open) and were randomly cropped; LIBERO closes with a positive
+number, so unconverted actions never open the gripper.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodrl.config.policy_card import CARD_FILE, checkpoint_name, policy_directory
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields, read_fields
 from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
+from embodrl.rule_set import Finding, RuleSet
 
 PUBLISHED = RuleSet()
 
@@ -29,7 +30,7 @@ PUBLISHED = RuleSet()
     "model.center_crop",
 )
 def libero_checkpoint_was_cropped(context: Context) -> Iterator[Finding]:
-    """Published LIBERO fine-tunes were trained with random crops, and are evaluated with the crop in the middle."""
+    """Published LIBERO fine-tunes were trained with random crops, and are evaluated with a centre crop."""
     model = context.config.model
     directory = policy_directory(model)
     ours = directory is not None and (directory / CARD_FILE).exists()
@@ -40,17 +41,17 @@ def libero_checkpoint_was_cropped(context: Context) -> Iterator[Finding]:
     if of_libero is not None and not model.center_crop and not context.by_user("model.center_crop"):
         yield Finding(
             "model.center_crop",
-            f"is false, and '{of_libero}' is of LIBERO: such checkpoints were trained with random crops of 90 % of the"
+            f"is false, and '{of_libero}' is of LIBERO, whose checkpoints were trained with random crops of 90 % of the"
             " area",
             "set model.center_crop=true, as in the published evaluations",
         )
 
 
 def interface(context: Context) -> Interface | None:
-    """Return the conventions of the datasets of OpenVLA's published checkpoints, by the name of the statistics.
+    """Return the conventions of published OpenVLA checkpoints' datasets, by the name of the statistics.
 
-    LIBERO's gripper is not stated where the statistics show another convention (positions below 0), or the user sets
-    ``model.gripper`` for a checkpoint whose statistics are not here.
+    LIBERO's gripper is not stated if the statistics show another convention (positions below 0), or if the user sets
+    ``model.gripper`` for a checkpoint whose statistics are not local.
     """
     model = context.config.model
     names = checkpoint_names(model)
@@ -68,7 +69,7 @@ def _is_libero(name: str) -> bool:
 
 
 def checkpoint_names(model: ModelConfig) -> list[str]:
-    """Return what tells of a checkpoint's data: the statistics that are chosen, or else the only ones, or its name."""
+    """Return names that identify a checkpoint's data: its chosen or only statistics, or its own name."""
     directory = policy_directory(model)
     sets = [] if directory is None or model.unnorm_key is not None else list(_statistics(directory))
     name = checkpoint_name(model)
@@ -76,7 +77,7 @@ def checkpoint_names(model: ModelConfig) -> list[str]:
 
 
 def _lowest_gripper(model: ModelConfig) -> float | None:
-    """Return the lowest position of the gripper in the statistics that would be used; None if that is not known."""
+    """Return the lowest gripper position in the statistics to use; None if unknown."""
     directory = policy_directory(model)
     sets = {} if directory is None else _statistics(directory)
     names = list(sets) if model.unnorm_key is None else [model.unnorm_key, f"{model.unnorm_key}_no_noops"]
@@ -89,7 +90,7 @@ def _lowest_gripper(model: ModelConfig) -> float | None:
 
 
 def _statistics(directory: Path) -> dict[str, Fields]:
-    """Return the statistics of a checkpoint by dataset; nothing of a file that is damaged, which loading reports."""
+    """Return a checkpoint's statistics by dataset; empty for a damaged file, which loading reports."""
     sets: dict[str, Fields] = {}
     try:
         if path_kind(str(directory / "config.json")) == "file":

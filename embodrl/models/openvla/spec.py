@@ -7,16 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
+from embodrl.config.rules.base import Context, multiples
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
 from embodrl.config.schema.section import AppliesIf
 from embodrl.models.common.config_file import own_section
 from embodrl.models.openvla.published import PUBLISHED, interface
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 VOCABULARY = 32064
-"""Of Llama 2 as OpenVLA pads it; the tiny size has less, and is small anyway."""
+"""Llama 2's vocabulary as padded by OpenVLA; the tiny size has a smaller one that hardly matters."""
 
 
 class VitConfig(Section):
@@ -29,7 +30,7 @@ class VitConfig(Section):
 
 
 class ArchitectureConfig(Section):
-    """Dimensions of a model built without a checkpoint."""
+    """Dimensions of a model without a checkpoint."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
@@ -50,8 +51,8 @@ class OpenVlaConfig(ModelConfig):
     )
     resize_filter: Literal["auto", "bicubic", "lanczos_jpeg"] = Field(
         default="auto",
-        description="how pictures are resized; lanczos_jpeg: after a JPEG round trip, as in OpenVLA's LIBERO data and"
-        " evaluation; auto: that for public checkpoints of LIBERO, bicubic for others",
+        description="how images are resized; lanczos_jpeg: after a JPEG round trip, as in OpenVLA's LIBERO data and"
+        " evaluation; auto: lanczos_jpeg for public LIBERO checkpoints, else bicubic",
     )
 
 
@@ -61,7 +62,7 @@ SHIPPED = RuleSet()
 
 @DIMENSIONS.rule("model.model_type", "model.model_path", "model.architecture")
 def dimensions_divide(context: Context) -> Iterator[Finding]:
-    """Patches tile the image, heads tile the width, rotary embeddings want pairs."""
+    """Patches tile the image, heads divide the width, and rotary embeddings need pairs."""
     shape = context.model(OpenVlaConfig).architecture
     base = "model.architecture"
     if shape.image_size % shape.patch_size:
@@ -85,7 +86,7 @@ def dimensions_divide(context: Context) -> Iterator[Finding]:
     if shape.hidden_size % shape.num_attention_heads == 0 and head_dim % 2:
         yield Finding(
             f"{base}.hidden_size",
-            f"{shape.hidden_size} / {shape.num_attention_heads} heads = {head_dim}, but rotary embeddings turn pairs,"
+            f"{shape.hidden_size} / {shape.num_attention_heads} heads = {head_dim}, but rotary embeddings rotate pairs,"
             " so the head dimension must be even",
             f"set it to {multiples(shape.hidden_size, 2 * shape.num_attention_heads)}, or change the heads",
             f"a multiple of {2 * shape.num_attention_heads}",
@@ -101,7 +102,7 @@ def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
         return
     shape = model.architecture.model_dump()
     shipped = ArchitectureConfig().model_dump()
-    # prompts may be padded to any length; everything else is the shape of a weight
+    # prompts may be padded to any length; all other values are weight shapes
     changed = [name for name in shipped if name != "max_prompt_tokens" and shape[name] != shipped[name]]
     if changed:
         yield Finding(
@@ -114,7 +115,7 @@ def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Return about how many parameters a policy without a checkpoint has: matrices only, no biases and norms."""
+    """Return the approximate parameter count of a policy without a checkpoint (matrices only)."""
     assert isinstance(config, OpenVlaConfig)
     shape = config.architecture
     vision = shape.dino.width + shape.siglip.width
@@ -155,7 +156,7 @@ SPEC = ModelSpec(
     builtin_warm_start=True,
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",
-    actions="256 bins per dimension, decoded one after the other",
+    actions="256 bins per dimension, decoded autoregressively",
     checkpoint="openvla/openvla-7b and fine-tunes of it",
     interface=interface,
     rl=RL,

@@ -1,4 +1,4 @@
-"""What OpenVLA and OpenVLA-OFT share: action tokens, their log-probs, values, the imitation loss, and files.
+"""Shared base of OpenVLA and OpenVLA-OFT: action tokens, log-probs, values, imitation loss, and files.
 
 Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size,
 P image and prompt tokens.
@@ -37,16 +37,16 @@ from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
 class TokenPolicy(PublicLayout):
-    """A policy on the OpenVLA network: A tokens for each of the C actions, each one of 256 bins.
+    """A policy on the OpenVLA network with A tokens of 256 bins for each of the C actions.
 
     A family defines ``predict_action_batch``, ``predict_values`` and ``action_logits``.
 
     Args:
-        model: the network.
-        processor: makes its inputs.
+        model: network.
+        processor: prepares the network's inputs.
         stats: action statistics of the robot.
         config: section ``model``: C, ``gripper``, and the value head's ``input`` and ``detach``.
-        value_head: the critic, or None.
+        value_head: critic, or None.
     """
 
     draws_by_row = True
@@ -75,25 +75,21 @@ class TokenPolicy(PublicLayout):
         for name, values in (("mean", (DINO_MEAN, SIGLIP_MEAN)), ("std", (DINO_STD, SIGLIP_STD))):
             self.register_buffer(f"_pixel_{name}", torch.tensor(values, device=self.device), persistent=False)
 
-    # What a family defines -------------------------------------------------------------------------------------------
+    # Defined by families ---------------------------------------------------------------------------------------------
 
     @abstractmethod
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return what training needs, with gradients, in one pass.
+        """Return logits ``float32[B,C*A,256]`` and the value head's input ``[B,D]``, with gradients, in one pass.
 
-        Args:
-            inputs: what ``preprocess`` returns and ``action_tokens int64[B,C,A]``.
-
-        Returns:
-            Logits ``float32[B,C*A,256]``, and ``[B,D]``: what the value is read from.
+        ``inputs`` has the output of ``preprocess`` and ``action_tokens int64[B,C,A]``.
         """
 
     def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor | None:
-        """Return embeddings ``[B,E,D]`` to put after the image patches, or None."""
+        """Return embeddings ``[B,E,D]`` to insert after the image patches, or None."""
         return None
 
     def film_input(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
-        """Return what FiLM reads, ``[B,D]``, of a prompt and its mask ``int64[B,L]``; None without FiLM."""
+        """Return FiLM's input ``[B,D]`` for a prompt and its mask ``int64[B,L]``; None without FiLM."""
         return None
 
     # VLAPolicy -------------------------------------------------------------------------------------------------------
@@ -103,11 +99,7 @@ class TokenPolicy(PublicLayout):
             self.processor.prompt_row(text)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return the processor's inputs on the policy's device.
-
-        Raises:
-            EmbodrlError: too many cameras, or a prompt that does not fit.
-        """
+        """Return the processor's inputs on the policy's device."""
         return self.processor(observation, self.device)
 
     def evaluate_actions(
@@ -117,11 +109,7 @@ class TokenPolicy(PublicLayout):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """Return log-probs, entropy and values of stored actions, with gradients, in one pass.
-
-        Raises:
-            EmbodrlError: values are wanted and there is no value head.
-        """
+        """Return log-probs, entropy and values of stored actions, with gradients, in one pass."""
         logits, features = self.action_logits(forward_inputs)
         tokens = forward_inputs["action_tokens"]
         index = self.bins.index(tokens.flatten(1))
@@ -130,22 +118,20 @@ class TokenPolicy(PublicLayout):
         return EvalOutput(logprobs, entropy, self.values_from(features) if compute_values else None)
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
-        """Return what ``preprocess`` returns and ``action_tokens int64[B,C,A]`` of ``actions float32[B,C,A]``."""
+        """Return the output of ``preprocess`` and ``action_tokens int64[B,C,A]`` of ``actions float32[B,C,A]``."""
         raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
         tokens = torch.from_numpy(self.bins.encode(self.stats.normalize(raw))).to(self.device)
         return {**self.preprocess(observation), "action_tokens": tokens}
 
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which values lie beyond the bins and would be clipped."""
+        """Return the values beyond the bins, which would be clipped."""
         return self.stats.outside(to_model(np.asarray(actions, np.float64), self.gripper))
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean cross-entropy over action tokens (nats), ``token_accuracy`` and ``l1`` (normalised units).
 
-        Args:
-            batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
-            label_smoothing_bins: standard deviation, in bins, of the Gaussian target around the right bin; 0 is
-                one-hot.
+        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions. ``label_smoothing_bins`` is the standard
+        deviation, in bins, of the Gaussian target around the correct bin; 0 is one-hot.
         """
         logits, _ = self.action_logits(batch)
         tokens = batch["action_tokens"]
@@ -182,12 +168,11 @@ class TokenPolicy(PublicLayout):
         return list(self.model.language_model.lm_head.parameters())
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return the last block and the pooling head of each vision tower, which only the checkpoint knows."""
+        """Return each vision tower's last block and pooling head, kept only for the checkpoint."""
         vision = self.model.vision_backbone
         return [p for tower in (vision.featurizer, vision.fused_featurizer) for p in tower.unused_parameters()]
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute the activations of every block in the backward pass."""
         self.model.language_model.model.gradient_checkpointing = True
         for tower in (self.model.vision_backbone.featurizer, self.model.vision_backbone.fused_featurizer):
             tower.gradient_checkpointing = True
@@ -214,11 +199,9 @@ class TokenPolicy(PublicLayout):
         return self.processor.tokenizer.vocab_size, config.llama.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
-        """Return the weights under the names of the public layout, with adapters merged."""
         return merged_state_dict(self.model, deferred=True)
 
     def write_files(self, directory: Path) -> None:
-        """Write what ``save_pretrained`` writes beside the weights."""
         config = self.model.config
         self.save_extras(directory)
         checkpoint.write_json(directory / CONFIG_FILE, {**config.to_dict(), OWN_SECTION: self.own_section()})
@@ -231,13 +214,13 @@ class TokenPolicy(PublicLayout):
         return {**self.model.config.own_section(), "resize_filter": self.processor.resize_filter}
 
     def save_extras(self, directory: Path) -> None:
-        """Write what is not part of the network."""
+        """Write parts outside of the network."""
         save_heads(directory, self.value_head)
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
     def _pixels(self, images: Tensor) -> Tensor:
-        """``uint8[B,(V,)H,W,3]`` to ``[B,6V,H,W]``, each image normalised for DINOv2 and for SigLIP."""
+        """Map ``uint8[B,(V,)H,W,3]`` to ``[B,6V,H,W]``, with each image normalised for DINOv2 and for SigLIP."""
         mean = self.get_buffer("_pixel_mean")
         std = self.get_buffer("_pixel_std")
         flat = images.flatten(0, -4)
@@ -246,9 +229,9 @@ class TokenPolicy(PublicLayout):
         return pixels.view(len(images), -1, *pixels.shape[2:])
 
     def prompt_embeddings(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings ``[B,P,D]`` and mask ``int64[B,P]`` of images and prompt, without columns of mere padding.
+        """Return embeddings ``[B,P,D]`` and mask ``int64[B,P]`` of images and prompt, without all-padding columns.
 
-        The mask is None where nothing is padded, which lets attention take its fast path.
+        The mask is None without padding, which enables attention's fast path.
         """
         input_ids = inputs["input_ids"]
         mask = inputs["attention_mask"]
@@ -266,14 +249,14 @@ class TokenPolicy(PublicLayout):
         return embeddings, torch.cat([mask[:, :1], middle, mask[:, 1:]], dim=1)
 
     def with_patches(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what training reads: with the features of frozen vision, ``patches [B,V*N,D1+D2]``, for the images."""
+        """Return training inputs; with frozen vision, images are replaced by features ``patches [B,V*N,D1+D2]``."""
         if not self.vision_is_frozen:
             return inputs
         patches = self.model.vision_backbone(self._pixels(inputs["images"])).float()  # messages have no bfloat16
         return {**{name: value for name, value in inputs.items() if name != "images"}, "patches": patches}
 
     def chosen_bytes(self, num_cameras: int) -> int:
-        """With frozen vision also those of its features, less the pictures that these stand for."""
+        """Return stored bytes; with frozen vision also its features, minus the replaced images."""
         chosen = super().chosen_bytes(num_cameras)
         if not self.vision_is_frozen:
             return chosen
@@ -282,21 +265,17 @@ class TokenPolicy(PublicLayout):
         return chosen + num_cameras * (torch.float32.itemsize * features - 3 * config.image_size**2)
 
     def first_read(self, length: int) -> int:
-        """Return the first token whose hidden state is read, where images and prompt are ``length`` tokens."""
+        """Return the first token whose hidden state is read; images and prompt are ``length`` tokens."""
         return length - 1 if self.value_input == "prompt_end" else 0
 
     def _features(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return ``[B,D]``, what the value is read from, of the hidden states ``[B,P,D]`` of images and prompt."""
+        """Return the value head's input ``[B,D]`` from the hidden states ``[B,P,D]`` of images and prompt."""
         if self.value_input == "prompt_end":
             return hidden[:, -1]
         return masked_mean(hidden, mask)
 
     def values_from(self, features: Tensor) -> Tensor:
-        """Return ``float32[B,K]``, the values read from features ``[B,D]``.
-
-        Raises:
-            EmbodrlError: there is no value head.
-        """
+        """Return the values ``float32[B,K]`` of features ``[B,D]``; raise ``EmbodrlError`` without a value head."""
         if self.value_head is None:
             raise EmbodrlError(
                 "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"

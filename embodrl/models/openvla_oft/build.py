@@ -1,4 +1,4 @@
-"""From a ModelConfig to an OpenVLA-OFT policy: a public checkpoint, or the tiny size."""
+"""Builds an OpenVLA-OFT policy from a ModelConfig: a public checkpoint, or the tiny size."""
 
 from __future__ import annotations
 
@@ -41,25 +41,17 @@ Component = TypeVar("Component", ActionHead, ProprioProjector)
 def build_openvla_oft(
     config: OpenVlaOftConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[OpenVLAOFTPolicy, LoadReport]:
-    """Build the policy that a configuration asks for; see ``build_openvla``.
+    """Build the configured policy; see ``models.registry.build_policy``.
 
-    The number of images and the length of the chunk are not part of a checkpoint: they follow the observation and
-    ``num_action_chunks``. The weights of an OpenVLA fit, too; fine-tuning makes an OpenVLA-OFT of them.
-
-    Args:
-        config: the section ``model``.
-        device: where the policy lives.
-        dtype: of its weights; the value head is always float32.
-        seed: of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, it does not fit, or has parts that the settings leave out.
+    The number of images and the chunk length are not part of a checkpoint: they follow the observation and
+    ``num_action_chunks``. OpenVLA weights also fit; fine-tuning turns them into an OpenVLA-OFT. Raises
+    ``CheckpointError`` for parts of a checkpoint that the settings omit.
     """
     device = torch.device(device)
     parts = build_parts(config, None, False, device, dtype, seed, config.use_film, partial(_components, config))
     ends = normalization_of(config)
     model = parts.model.config
-    # Only embodrl's tiny size leaves actions and states as they are.
+    # Only embodrl's tiny size leaves actions and states unchanged.
     is_public = parts.directory is not None and OWN_SECTION not in model.raw
     if is_public or ends[0] in model.norm_stats[parts.stats.key].fields("action"):
         parts.stats = choose_action_stats(model.norm_stats, parts.stats, ends)
@@ -103,7 +95,7 @@ def _action_head(
 def _proprio(
     config: OpenVlaOftConfig, parts: ModelParts, is_public: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[ProprioProjector | None, ProprioInput | None]:
-    """Return the projector of the state and what makes its input."""
+    """Return the state projector and the object that prepares its input."""
     if not config.use_proprio:
         return None, None
     norm_stats = parts.model.config.norm_stats
@@ -119,21 +111,17 @@ def _proprio(
 def _component(
     make: Callable[[], Component], name: str, setting: str, parts: ModelParts, device: torch.device, dtype: torch.dtype
 ) -> Component:
-    """Return a component with random weights, or with those of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint lacks it, or its file does not fit.
-    """
+    """Return a component with random or checkpoint weights; raise ``CheckpointError`` if missing or unfit."""
     if parts.directory is None:
         module = make().to(device, dtype)
         module.init_weights(parts.generator)
         random = (f"{name}.{key}" for key in module.state_dict())
-        parts.report.initialized.update(dict.fromkeys(random, "random weights were asked for"))
+        parts.report.initialized.update(dict.fromkeys(random, "random weights were requested"))
         return module
     path = component_file(parts.directory, name)
     if path is None:
         raise CheckpointError(
-            f"{parts.directory} has no {name}.safetensors and no {name}--*.pt",
+            f"{parts.directory} has no {name}.safetensors or {name}--*.pt",
             f"leave out model.{setting}, or use a checkpoint that was trained with it",
             code="oft-component-missing",
         )

@@ -1,6 +1,6 @@
-"""What an OpenVLA-OFT checkpoint has beside its weights, each in a file of its own.
+"""Components of an OpenVLA-OFT checkpoint outside of its weights, each in a separate file.
 
-Public files (finetune.py of moojink/openvla-oft) are pickled mappings of tensors, of which nothing but tensors is read;
+Public files (finetune.py of moojink/openvla-oft) are pickled mappings of tensors, from which only tensors are read;
 embodrl writes safetensors.
 """
 
@@ -21,14 +21,13 @@ PROPRIO = "proprio_projector"
 ACTION_HEAD = "action_head"
 VISION = "vision_backbone"
 MAX_DEFAULT_ALPHA = 16
-"""finetune.py adapts layers with ``alpha = min(rank, 16)``; the file has the rank only."""
+"""finetune.py adapts layers with ``alpha = min(rank, 16)``; the file only has the rank."""
 
 
 def component_file(directory: Path, name: str) -> Path | None:
-    """Return embodrl's own file of a component, or else the one public file; None if there is none.
+    """Return embodrl's file of a component, else the single public file; None if there is none.
 
-    Raises:
-        PolicyFileError: there are public files of several training steps.
+    Raises ``PolicyFileError`` for public files of several training steps.
     """
     own = directory / f"{name}.safetensors"
     if own.is_file():
@@ -43,21 +42,16 @@ def component_file(directory: Path, name: str) -> Path | None:
 def load_component(
     module: nn.Module, path: Path, report: LoadReport, *, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Fill a module on the meta device from a component's file.
-
-    Raises:
-        PolicyFileError: corrupt, or it does not fit.
-    """
+    """Fill a module on the meta device from a component's file; raise ``PolicyFileError`` if corrupt or unfit."""
     own = path.suffix == ".safetensors"
     files, tensors = ([path], {}) if own else ([], read_pickled(path, device))
     checkpoint.load_strict(module, files, report, device=device, dtype=dtype, tensors=tensors)
 
 
 def read_pickled(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of a public file, mapped from the disk; of the meta device if ``device`` is.
+    """Return the memory-mapped tensors of a public file; on the meta device if ``device`` is.
 
-    Raises:
-        PolicyFileError: corrupt, not a mapping of tensors, or tensors larger than the file.
+    Raises ``PolicyFileError`` if the file is corrupt, not a mapping of tensors, or smaller than its tensors.
     """
     again = "fetch the checkpoint again"
     try:
@@ -68,20 +62,20 @@ def read_pickled(path: Path, device: torch.device) -> dict[str, Tensor]:
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
         raise PolicyFileError(f"{path} can't be read: it is not a mapping of tensors", again)
     tensors: dict[str, Tensor] = {str(name).removeprefix("module."): value for name, value in stored.items()}
-    # A view of stride 0 has any size without any memory, until it is copied.
+    # A view of stride 0 can have any size without memory, until it is copied.
     if sum(value.numel() * value.element_size() for value in tensors.values()) > path.stat().st_size:
         raise PolicyFileError(f"{path} can't be read: its tensors are larger than the file", again)
     return {name: value.to("meta") if device.type == "meta" else value for name, value in tensors.items()}
 
 
 def film_tensors(path: Path, report: LoadReport, device: torch.device) -> dict[str, Tensor]:
-    """Return the vision backbone with FiLM of a public file under embodrl's names, adapters added to the weights.
+    """Return a public file's FiLM vision backbone under embodrl's names, with adapters merged.
 
-    finetune.py wraps the adapted backbone in one that has FiLM, hence the nested names
-    ``vision_backbone.featurizer.blocks.0.block.attn.qkv.base_layer.weight`` and ``lora_A.default.weight`` beside it.
+    finetune.py wraps the adapted backbone in a FiLM backbone, hence nested names such as
+    ``vision_backbone.featurizer.blocks.0.block.attn.qkv.base_layer.weight`` and its ``lora_A.default.weight``.
 
     Raises:
-        PolicyFileError: corrupt, or factors that do not fit their layer.
+        PolicyFileError: the file is corrupt, or factors do not fit their layer.
     """
     stored = read_pickled(path, device)
     tensors: dict[str, Tensor] = {}

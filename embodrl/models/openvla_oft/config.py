@@ -1,4 +1,4 @@
-"""What an OpenVLA-OFT checkpoint has in addition to OpenVLA's files; their config.json files may be the same."""
+"""OpenVLA-OFT checkpoints beyond OpenVLA's files; their config.json files may be identical."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ ALOHA_DIM = 14
 
 @dataclass(frozen=True)
 class ProprioStats:
-    """Range of each dimension of the robot's state: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
+    """Range ``float64[S]`` of each state dimension: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
 
-    Attributes:
-        q01, q99: the ends, ``float64[S]``, in environment units.
-        mask: ``bool[S]``; False passes a dimension through.
+    ``mask bool[S]`` is False where a dimension stays unchanged.
     """
 
     q01: NDArray[np.float64]
@@ -45,16 +43,16 @@ class ProprioStats:
 
 
 def normalization_of(config: OpenVlaOftConfig) -> tuple[str, str]:
-    """Return the names of the statistics between which actions and states are scaled to [-1, 1].
+    """Return the names of the statistics that are scaled to -1 and 1, for actions and states.
 
-    By default the reference's: minimum and maximum for ALOHA's 14 dimensions, else quantiles.
+    By default as in the reference: minimum and maximum for ALOHA's 14 dimensions, else quantiles.
     """
     chosen = config.normalization or ("min_max" if config.action_dim == ALOHA_DIM else "quantiles")
     return ("min", "max") if chosen == "min_max" else ("q01", "q99")
 
 
 def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, str]) -> ActionStats:
-    """Return the statistics ``stats`` of a dataset with other ends of the range; raises as ``choose_stats``."""
+    """Return a dataset's statistics ``stats`` with other ends of the range; errors as in ``choose_stats``."""
     if ends == ("q01", "q99"):
         return stats
     low, high = read_range(sets[stats.key].fields("action"), *ends)
@@ -70,11 +68,7 @@ def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, st
 def choose_proprio_stats(
     sets: StatsSets, key: str, source: str, ends: tuple[str, str] = ("q01", "q99")
 ) -> ProprioStats:
-    """Return the statistics of the robot's state that belong to the action statistics ``key``.
-
-    Raises:
-        CheckpointError: there are none, or a value is invalid.
-    """
+    """Return the state statistics of action statistics ``key``; raise ``CheckpointError`` if missing or invalid."""
     state = sets[key].fields("proprio", {})
     if ends[0] not in state:
         raise StatisticsMissingError(
@@ -86,11 +80,7 @@ def choose_proprio_stats(
 
 
 def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
-    """Refuse a checkpoint with components that the settings leave out, or that are not supported.
-
-    Raises:
-        CheckpointError: without them it would act wrongly.
-    """
+    """Raise ``CheckpointError`` for components that the settings omit or that are unsupported."""
     if any(directory.glob("noisy_action_projector--*")):
         raise CheckpointError(
             f"{directory} has a diffusion action head, which is not supported",
@@ -106,24 +96,16 @@ def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
         path = component_file(directory, name)
         if path is not None and not is_used:
             raise CheckpointError(
-                f"{path} belongs to the policy, and without it actions would be wrong",
+                f"{path} belongs to the policy; without it actions would be wrong",
                 f"set {setting}; to fine-tune without it, remove the file",
                 code="oft-component-unused",
             )
 
 
 def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:
-    """Refuse a policy that embodrl trained with other choices than the settings.
+    """Raise ``CheckpointError`` if embodrl trained a policy with other choices than the settings.
 
-    Public files leave them open: moojink/openvla-oft and SimpleVLA-RL keep the stop token, RLinf's own loader drops it.
-
-    Args:
-        own: what embodrl added to config.json.
-        config: section ``model``.
-        source: named in errors.
-
-    Raises:
-        CheckpointError: another choice.
+    Public files omit them: moojink/openvla-oft and SimpleVLA-RL keep the stop token, RLinf's own loader drops it.
     """
     for name, setting in (("keep_stop_token", config.keep_stop_token), ("use_film", config.use_film)):
         trained = own.flag(name, setting)

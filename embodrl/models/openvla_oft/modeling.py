@@ -1,4 +1,4 @@
-"""What OpenVLA-OFT adds to the OpenVLA network: empty places for a chunk, a token of the state, and the L1 head.
+"""OpenVLA-OFT's additions to the OpenVLA network: empty positions for a chunk, a state token, and the L1 head.
 
 Kim, Finn and Liang, "Fine-Tuning Vision-Language-Action Models: Optimizing Speed and Success", 2025. Attention is
 bidirectional (``OpenVLAModel(config, causal=False)``). Shapes: B batch, P image, state and prompt tokens, S state
@@ -17,7 +17,7 @@ from embodrl.models.openvla.modeling import OpenVLAModel
 
 
 class ProprioProjector(nn.Module):
-    """The robot's state to one embedding of the language model; names as in ``proprio_projector--N_checkpoint.pt``."""
+    """Maps the robot's state to one language embedding; names as in ``proprio_projector--N_checkpoint.pt``."""
 
     def __init__(self, proprio_dim: int, hidden_size: int) -> None:
         super().__init__()
@@ -25,11 +25,10 @@ class ProprioProjector(nn.Module):
         self.fc2 = nn.Linear(hidden_size, hidden_size)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch."""
         init_linears(self, generator)
 
     def forward(self, proprio: Tensor) -> Tensor:
-        """``[B,S]`` to ``[B,D]``."""
+        """Map ``[B,S]`` to ``[B,D]``."""
         return self.fc2(F.gelu(self.fc1(proprio)))
 
 
@@ -59,7 +58,7 @@ class _ResidualMlp(nn.Module):
 
 
 class ActionHead(nn.Module):
-    """The hidden states of an action's A tokens to the action; names as in ``action_head--N_checkpoint.pt`` (L1)."""
+    """Maps the hidden states of an action's A tokens to the action; names as in ``action_head--N_checkpoint.pt``."""
 
     def __init__(self, hidden_size: int, action_dim: int) -> None:
         super().__init__()
@@ -67,23 +66,15 @@ class ActionHead(nn.Module):
         self.model = _ResidualMlp(action_dim * hidden_size, hidden_size, action_dim)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch."""
         init_linears(self, generator)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """``[B,C*A,D]`` to normalised actions ``float32[B,C,A]``; nothing bounds them."""
+        """Map ``[B,C*A,D]`` to unbounded normalised actions ``float32[B,C,A]``."""
         return self.model(hidden.unflatten(1, (-1, self.action_dim)).flatten(2)).float()
 
 
 def instruction_mean(model: OpenVLAModel, input_ids: Tensor, mask: Tensor, with_stop_token: bool) -> Tensor:
-    """Return what FiLM reads: the mean embedding ``[B,D]`` of the prompt, BOS and stop token included.
-
-    Args:
-        model: the network.
-        input_ids: ``int64[B,L]``.
-        mask: ``int64[B,L]``, 0 at padding.
-        with_stop_token: the sequence ends with it.
-    """
+    """Return FiLM's input: the mean embedding ``[B,D]`` of a prompt ``int64[B,L]``, optionally with stop token."""
     if with_stop_token:
         input_ids = F.pad(input_ids, (0, 1), value=model.config.eos_id)
         mask = F.pad(mask, (0, 1), value=1)
@@ -92,15 +83,9 @@ def instruction_mean(model: OpenVLAModel, input_ids: Tensor, mask: Tensor, with_
 
 
 def append_action_places(model: OpenVLAModel, prefix: Tensor, num_tokens: int, keep_stop_token: bool) -> Tensor:
-    """Return the sequence ``[B,P+N(+1),D]``: the prefix, zeros where actions are predicted, and the stop token.
+    """Return the sequence ``[B,P+N(+1),D]``: the prefix, zeros where actions are predicted, and the stop token if kept.
 
-    What is predicted for a place is read one position before it, so the first action comes from the last prompt token.
-
-    Args:
-        model: the network.
-        prefix: ``[B,P,D]``.
-        num_tokens: N.
-        keep_stop_token: end with the stop token.
+    A prediction is read one position earlier, so the first action comes from the last prompt token.
     """
     parts = [prefix, prefix.new_zeros(len(prefix), num_tokens, prefix.shape[2])]
     if keep_stop_token:
@@ -110,5 +95,5 @@ def append_action_places(model: OpenVLAModel, prefix: Tensor, num_tokens: int, k
 
 
 def at_action_places(hidden: Tensor, prefix_length: int, num_tokens: int) -> Tensor:
-    """Return the hidden states ``[B,N,D]`` that actions are read from, of those of the whole sequence."""
+    """Return the hidden states ``[B,N,D]`` that predict actions, from those of the whole sequence."""
     return hidden[:, prefix_length - 1 : prefix_length - 1 + num_tokens]

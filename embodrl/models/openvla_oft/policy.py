@@ -1,4 +1,4 @@
-"""OpenVLA-OFT: a reinforcement-learning policy with discrete actions, and one whose L1 head can only be imitated.
+"""OpenVLA-OFT: an RL policy with discrete actions, and an L1 regression policy for imitation only.
 
 Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
 """
@@ -38,18 +38,18 @@ from embodrl.types import ActMode, EvalOutput, Observation, PolicyOutput, Sampli
 
 
 class OpenVLAOFTPolicy(TokenPolicy):
-    """All action tokens of a chunk from one bidirectional pass over images, state, prompt and empty places for them.
+    """Predicts all action tokens of a chunk in one bidirectional pass over images, state, prompt and empty positions.
 
-    The tokens chosen are never fed back, so a chunk's tokens are independent given the observation, and rollout and
-    training run the same pass. ``preprocess`` returns ``images uint8[B,V,H,W,3]``, ``input_ids`` and
-    ``attention_mask`` ``int64[B,L]``, and ``proprio float32[B,S]`` with a state token.
+    Chosen tokens are never fed back, so a chunk's tokens are independent given the observation, and rollout and
+    training run the same pass. ``preprocess`` returns ``images uint8[B,V,H,W,3]``, ``input_ids`` and ``attention_mask``
+    ``int64[B,L]``, and ``proprio float32[B,S]`` with a state token.
 
     Args:
-        model: the network, not causal.
-        processor: makes its inputs.
+        model: network, not causal.
+        processor: prepares the network's inputs.
         stats: action statistics of the robot.
         config: section ``model``.
-        value_head: the critic, or None.
+        value_head: critic, or None.
         proprio_projector: makes the state token, or None.
     """
 
@@ -65,7 +65,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         super().__init__(model, processor, stats, config, value_head)
         self.keep_stop_token = config.keep_stop_token
         self.use_film = config.use_film
-        # With FiLM the features change with the instruction's embedding, which trains.
+        # With FiLM the features depend on the instruction embedding, which trains.
         self.vision_is_frozen &= not config.use_film
         self.normalization = normalization_of(config)[0]
         self.proprio_projector = proprio_projector
@@ -79,13 +79,10 @@ class OpenVLAOFTPolicy(TokenPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
+        """Choose a chunk of actions per row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
 
-        In ``mean`` mode they are the bins nearest to the mean. ``forward_inputs`` has what ``preprocess`` returns and
+        In ``mean`` mode they are the bins nearest to the mean. ``forward_inputs`` has the output of ``preprocess`` and
         ``action_tokens int64[B,C,A]``.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
         inputs = self.with_patches(self.preprocess(observation))
         logits, features = self.action_logits(inputs)
@@ -96,20 +93,16 @@ class OpenVLAOFTPolicy(TokenPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """The whole pass, since the prompt's hidden states depend on the empty places after it.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or there is no value head.
-        """
+        """Return values from a whole pass, since the prompt's hidden states depend on the empty positions after it."""
         return self.values_from(self.action_features(self.preprocess(observation))[1])
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """``action_tokens`` are not read."""
+        """Return logits; ``action_tokens`` are not read."""
         hidden, features = self.action_features(inputs)
         return self.model.action_logits(hidden), features
 
     def action_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the hidden states ``[B,C*A,D]`` that actions are read from, and ``[B,D]`` for the value."""
+        """Return the hidden states ``[B,C*A,D]`` that predict actions, and ``[B,D]`` for the value."""
         prefix, prefix_mask = self.prompt_embeddings(inputs)
         length = prefix.shape[1]
         num_tokens = self.num_action_chunks * self.action_dim
@@ -129,7 +122,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         return instruction_mean(self.model, input_ids, mask, self.keep_stop_token) if self.use_film else None
 
     def parts(self) -> dict[str, nn.Module]:
-        """With a state token there is also ``proprio_projector``."""
+        """Return the parts; with a state token including ``proprio_projector``."""
         own = {} if self.proprio_projector is None else {"proprio_projector": self.proprio_projector}
         return {**super().parts(), **own}
 
@@ -138,7 +131,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         return {**super().own_section(), **choices, "normalization": self.normalization}
 
     def save_extras(self, directory: Path) -> None:
-        """Write the value head, and what public checkpoints have in pickled files: here they are safetensors."""
+        """Write the value head, and as safetensors the components that public checkpoints pickle."""
         super().save_extras(directory)
         for name, part in self.parts().items():
             if name in (PROPRIO, ACTION_HEAD):
@@ -146,14 +139,10 @@ class OpenVLAOFTPolicy(TokenPolicy):
 
 
 class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
-    """An L1 head on the same pass regresses the chunk: for evaluation, deployment and imitation.
+    """Regresses the chunk with the L1 ``action_head`` on the same pass, for evaluation, deployment and imitation.
 
-    Without a density there are no log-probs: drawing and ``evaluate_actions`` are refused. Log-probs of ``eval`` mode,
-    where nothing is random, are 0.
-
-    Args:
-        args, kwargs: see OpenVLAOFTPolicy.
-        action_head: from hidden states to actions.
+    Without a density there are no log-probs: sampling and ``evaluate_actions`` are refused. Log-probs of ``eval`` mode,
+    which is deterministic, are 0.
     """
 
     draws_by_row = False
@@ -172,11 +161,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Regress a chunk for each row; ``mode`` is ``eval``.
-
-        Raises:
-            EmbodrlError: in another mode; or see ``preprocess``; or values are wanted and there is no value head.
-        """
+        """Regress a chunk per row; raise ``EmbodrlError`` in modes other than ``eval``."""
         if mode == "train":
             raise _no_density()
         self.check_mode(mode)
@@ -194,21 +179,19 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """Refuse: there is no density."""
+        """Raise: there is no density."""
         raise _no_density()
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
-        """Return what ``preprocess`` returns and ``target float32[B,C,A]``, normalised and clipped to [-1, 1]."""
+        """Return the output of ``preprocess`` and ``target float32[B,C,A]``, normalised and clipped to [-1, 1]."""
         raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
         target = torch.from_numpy(self.stats.normalize(raw)).float().to(self.device)
         return {**self.preprocess(observation), "target": target}
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean absolute error in normalised units, and the same as ``l1``.
+        """Return the mean absolute error in normalised units, also as ``l1``.
 
-        Args:
-            batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
-            label_smoothing_bins: for action tokens.
+        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions.
         """
         target = batch["target"]
         weight = torch.ones_like(target[..., :1])
@@ -219,7 +202,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         return loss, {"l1": loss.detach()}
 
     def parts(self) -> dict[str, nn.Module]:
-        """There is also ``action_head``."""
+        """Return the parts, including ``action_head``."""
         return {**super().parts(), "action_head": self.action_head}
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
@@ -230,7 +213,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         return list(self.action_head.model.fc2.parameters())
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """lm_head is unused as well."""
+        """Return the unused parameters, including lm_head."""
         return [*super().unused_parameters(), *self.model.language_model.lm_head.parameters()]
 
 

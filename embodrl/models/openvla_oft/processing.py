@@ -1,4 +1,4 @@
-"""Observations to inputs of OpenVLA-OFT: several images and, if wanted, the robot's state.
+"""Observations to inputs of OpenVLA-OFT: several images and optionally the robot's state.
 
 Shapes: B batch, V cameras, H x W pixels, L prompt tokens, S state dimensions.
 """
@@ -22,22 +22,16 @@ from embodrl.types import Observation
 
 @dataclass(frozen=True)
 class ProprioInput:
-    """The robot's state as the network takes it.
+    """Prepares the robot's state for a projector with ``dim`` inputs.
 
-    Attributes:
-        dim: dimensions that the projector takes.
-        stats: to normalise with; None leaves the state as it is and fills up with zeros, as for the tiny size.
+    ``stats`` normalise; None zero-pads the unchanged state, as for the tiny size.
     """
 
     dim: int
     stats: ProprioStats | None
 
     def __call__(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
-        """``float32[B,S]`` in environment units to ``float32[B,dim]``.
-
-        Raises:
-            EmbodrlError: there is no state, or it has another size.
-        """
+        """Map ``float32[B,S]`` in environment units to ``float32[B,dim]``; raise ``EmbodrlError`` for a wrong S."""
         size = state.shape[1]
         if size == 0:
             raise EmbodrlError(
@@ -57,12 +51,7 @@ class ProprioInput:
 
 
 class OpenVLAOFTProcessor(OpenVLAProcessor):
-    """Prompts and images as OpenVLA's, but for several cameras, and the robot's state.
-
-    Args:
-        tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop, resize_filter: see OpenVLAProcessor.
-        proprio: makes the input of the state token; None without one.
-    """
+    """``OpenVLAProcessor`` for several cameras and, with ``proprio``, the state token's input."""
 
     def __init__(
         self,
@@ -78,13 +67,12 @@ class OpenVLAOFTProcessor(OpenVLAProcessor):
         self.proprio = proprio
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
-        """Return the policy's inputs.
+        """Return ``images uint8[B,V,H,W,3]`` at the model's size, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
 
-        They are ``images uint8[B,V,H,W,3]`` at the model's size, ``input_ids`` and ``attention_mask`` ``int64[B,L]``
-        and, with a state token, ``proprio float32[B,S]``.
+        With a state token also ``proprio float32[B,S]``.
 
         Raises:
-            EmbodrlError: no camera or more than four, a prompt that does not fit, or a state that is not there or of
+            EmbodrlError: no camera or more than four, a prompt that does not fit, or a state that is missing or of
                 another size.
         """
         batch, cameras = observation.images.shape[:2]

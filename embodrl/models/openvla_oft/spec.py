@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.models.openvla.published import PUBLISHED, interface
 from embodrl.models.openvla.spec import DIMENSIONS, NUM_BINS, RL, TRAINABLE, VALUE_INPUTS, OpenVlaConfig, num_parameters
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 
@@ -18,7 +19,7 @@ class OpenVlaOftConfig(OpenVlaConfig):
 
     use_proprio: bool = Field(default=False, description="feed the robot's state as a token")
     keep_stop_token: bool = Field(
-        default=True, description="end the sequence with the stop token, as its public checkpoints"
+        default=True, description="end the sequence with the stop token, as in the public checkpoints"
     )
     action_head: Literal["tokens", "l1"] = Field(
         default="tokens",
@@ -28,7 +29,7 @@ class OpenVlaOftConfig(OpenVlaConfig):
     use_film: bool = Field(default=False, description="the vision backbone reads the instruction (FiLM, OpenVLA-OFT+)")
     normalization: Literal["quantiles", "min_max"] | None = Field(
         default=None,
-        description="which statistics of a checkpoint are the ends of the range; null: min_max for the 14 dimensions of"
+        description="statistics of a checkpoint used as ends of the range; null: min_max for the 14 dimensions of"
         " ALOHA, else quantiles",
     )
 
@@ -38,7 +39,7 @@ STATE = RuleSet()
 
 @STATE.rule("model.model_type", "model.use_proprio", "env.include_state")
 def state_is_there(context: Context) -> Iterator[Finding]:
-    """A token of the robot's state needs the state."""
+    """A state token needs the robot's state."""
     if context.model(OpenVlaOftConfig).use_proprio and not context.config.env.include_state:
         yield Finding(
             "model.use_proprio",
@@ -51,11 +52,11 @@ def state_is_there(context: Context) -> Iterator[Finding]:
 
 @STATE.rule("model.model_type", "model.action_head", "algorithm.loss_type")
 def l1_head_has_no_density(context: Context) -> Iterator[Finding]:
-    """Reinforcement learning needs the probability of an action, and a regressed action has none."""
+    """Reinforcement learning needs action probabilities, which regressed actions lack."""
     if context.model(OpenVlaOftConfig).action_head == "l1":
         yield Finding(
             "model.action_head",
-            f"loss_type '{context.config.algorithm.loss_type}' needs log-probs, and an L1 head has none",
+            f"loss_type '{context.config.algorithm.loss_type}' needs log-probs, but an L1 head has none",
             "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
             "tokens",
             others=("algorithm.loss_type",),

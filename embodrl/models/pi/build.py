@@ -1,4 +1,4 @@
-"""From a ModelConfig to a pi0 or pi0.5 policy: a public checkpoint, or the tiny size."""
+"""Builds a pi0 or pi0.5 policy from a ModelConfig: a public checkpoint, or the tiny size."""
 
 from __future__ import annotations
 
@@ -56,14 +56,9 @@ def build_pi05(
 def build_pi(
     config: PiModelConfig, variant: Variant, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[PiPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
+    """Build the configured policy; see ``models.registry.build_policy``.
 
-    With ``model_path`` it is a checkpoint in openpi's or lerobot's layout, from a directory or the Hugging Face hub.
-    Without, it has the dimensions of ``pi`` and the weights of ``warm_start``; random ones are a function of ``seed``
-    and ``device``.
-
-    Arguments and errors are those of ``models.registry.build_policy``; MissingDependencyError where its tokenizer
-    needs a package that is not installed.
+    Raises ``MissingDependencyError`` if the tokenizer needs a package that is not installed.
     """
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()
@@ -87,8 +82,8 @@ def build_pi(
             report.adapters.rename(lambda names: aliases_and_ignored([*names, EMBEDDING]))  # lm_head is not used
     if config.stats_path is not None and model_config.relative_dims:
         raise CheckpointError(
-            f"{report.source} acts relative to the first {model_config.relative_dims} dimensions of the state, and the"
-            f" statistics of {config.stats_path} are of actions as they are",
+            f"{report.source} acts relative to the first {model_config.relative_dims} dimensions of the state, but the"
+            f" statistics of {config.stats_path} are of absolute actions",
             "use the checkpoint's statistics (sft.stats=checkpoint, model.stats_path=null), or another checkpoint",
             code="statistics-relative",
         )
@@ -143,7 +138,7 @@ def _read(directory: Path, variant: Variant, config: PiModelConfig, report: Load
 
 
 def _statistics(directory: Path, fields: Fields) -> tuple[dict[str, Fields], Normalization | None]:
-    """Return the sets of the layout that config.json is of, else those of the other one."""
+    """Return the sets of config.json's layout, else of the other layout."""
     if "type" in fields and OWN_SECTION not in fields:
         sets, methods = read_lerobot(directory)
         if sets:
@@ -153,7 +148,7 @@ def _statistics(directory: Path, fields: Fields) -> tuple[dict[str, Fields], Nor
 
 
 def _names(config: PiConfig, files: list[Path], directory: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return aliases and names to ignore after checking that the weights are those of the configuration."""
+    """Return aliases and ignored names, after checking that the weights match the configuration."""
     names = checkpoint.stored_shapes(files)
     found = variant_of(names)
     if found is not None and found != config.variant:

@@ -1,7 +1,7 @@
 """pi0 and pi0.5 in lerobot's layout.
 
-Facts from github.com/huggingface/lerobot 0.6: src/lerobot/policies/pi05/{configuration,modeling,processor}_pi05.py and
-those of pi0, src/lerobot/processor/{pipeline,normalize_processor}.py.
+From github.com/huggingface/lerobot 0.6: src/lerobot/policies/pi05/{configuration,modeling,processor}_pi05.py, the same
+files of pi0, and src/lerobot/processor/{pipeline,normalize_processor}.py.
 """
 
 from __future__ import annotations
@@ -27,38 +27,25 @@ Step = tuple[str, dict[str, object]]
 
 
 def save_lerobot(policy: PiPolicy, directory: Path, cameras: Sequence[str]) -> list[str]:
-    """Write lerobot's layout (0.5 and later): config.json, model.safetensors, processor files with statistics.
-
-    Args:
-        policy: adapters are merged; value and noise heads are left out.
-        directory: a new one.
-        cameras: names of the pictures, in the order of ``env.cameras``.
-
-    Returns:
-        what the user has to know about how it acts there.
-
-    Raises:
-        EmbodrlError: lerobot has no way to say how the policy acts.
-        OutputError: the directory can't be written.
-    """
+    """Write lerobot's layout (0.5 and later); see ``VLAPolicy.save_lerobot``. Value and noise heads are omitted."""
     _check(policy)
     config = policy.model.config
     with checkpoint.policy_directory(directory) as staging:
         state = policy.public_state()
-        state[TIED_TO_EMBEDDING] = state.pop(EMBEDDING)  # lerobot makes the embedding of it
+        state[TIED_TO_EMBEDDING] = state.pop(EMBEDDING)  # lerobot derives the embedding from it
         named = {LEROBOT_PREFIX + name: tensor for name, tensor in state.items()}
         checkpoint.save_weights(named, staging, one_file=True)
         checkpoint.write_json(staging / CONFIG_FILE, _config(policy, cameras))
         _write_processors(policy, staging)
         policy.processor.tokenizer.save(staging)
     size = config.siglip.image_size
-    notes = [f"lerobot reads the pictures {', '.join(IMAGES + name for name in cameras)}, in this order"]
+    notes = [f"lerobot reads the images {', '.join(IMAGES + name for name in cameras)}, in this order"]
     if config.antialias:
-        notes.append(f"lerobot resizes pictures that are not {size} x {size} without antialiasing, unlike in training")
+        notes.append(f"lerobot resizes images that are not {size} x {size} without antialiasing, unlike in training")
     if not (config.adaptive_norm or config.raw_instruction):
         notes.append("lerobot's pi0 keeps '_' and line feeds of instructions: give it spaces in their place")
     if (config.vlm, config.expert) != (PUBLIC[config.variant].vlm, PUBLIC[config.variant].expert):
-        notes.append("lerobot's code has the public sizes alone: it loads this one only where it is changed")
+        notes.append("lerobot's code supports only the public sizes: change it to load this one")
     return notes
 
 
@@ -67,8 +54,8 @@ def _check(policy: PiPolicy) -> None:
     problems = {
         f"its actions are relative to {config.relative_dims} dimensions of the state": config.relative_dims,
         "its prompt has no state": config.adaptive_norm and not config.discrete_state,
-        "its prompt has the padding of the state": config.discrete_state and config.padded_state_in_prompt,
-        "the bars beside its pictures are not black": config.dark_bars,
+        "its prompt includes the state's padding": config.discrete_state and config.padded_state_in_prompt,
+        "the bars of its padded images are not black": config.dark_bars,
         f"its gripper is converted (model.gripper={policy.gripper})": policy.gripper != "as_is",
     }
     wrong = [problem for problem, holds in problems.items() if holds]
@@ -107,7 +94,7 @@ def _config(policy: PiPolicy, cameras: Sequence[str]) -> dict[str, object]:
         "max_state_dim": config.max_action_dim,
         "max_action_dim": config.max_action_dim,
         "num_inference_steps": policy.flow.num_steps,
-        "use_relative_actions": False,  # by which readers tell that the state is not padded in the prompt
+        "use_relative_actions": False,  # tells readers that the state is not padded in the prompt
         "image_resolution": [size, size],
         "tokenizer_max_length": config.max_prompt_tokens,
     }
@@ -150,7 +137,7 @@ def _write_processors(policy: PiPolicy, directory: Path) -> None:
 
 
 def _with_range_eps(stats: PiStats, eps: float) -> PiStats:
-    """Add openpi's eps to the ranges themselves: lerobot puts it in the place of empty ones alone."""
+    """Add openpi's eps to the ranges themselves: lerobot only uses it for empty ranges."""
     raw: dict[str, object] = {}
     for part in stats.raw:
         fields = fields_of(stats.raw, stats.key).fields(part)

@@ -1,11 +1,10 @@
 """The networks of pi0 (Black et al., 2024) and pi0.5 (Physical Intelligence, 2025), with openpi's parameter names.
 
-PaliGemma (SigLIP and Gemma) encodes images and prompt; a smaller Gemma, the action expert, denoises a chunk of actions
-and attends, layer by layer, to PaliGemma's keys and values. pi0 has a token of the robot's state, which sees images and
-prompt but no action, and mixes the noise level into each action's embedding. pi0.5 conditions the expert's norms on it.
-
+PaliGemma (SigLIP and Gemma) encodes images and prompt; a smaller Gemma, the action expert, denoises an action chunk and
+attends, layer by layer, to PaliGemma's keys and values. pi0 has a state token, which sees images and prompt but no
+action, and mixes the noise level into each action's embedding. pi0.5 conditions the expert's norms on the noise level.
 Nothing before the actions depends on them or on the noise level, so keys and values of images, prompt and state are
-computed once for a chunk (``PiContext``).
+computed once per chunk (``PiContext``).
 Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, P all tokens before the actions, W PaliGemma's
 width, E the expert's, H actions, D padded action dimensions.
 """
@@ -35,7 +34,7 @@ from embodrl.models.openpi.paligemma import PaliGemmaModel, token_places
 
 
 class PaliGemma(nn.Module):
-    """A level of names."""
+    """Nesting level of parameter names."""
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class PaliGemma(nn.Module):
 
 
 class GemmaExpert(nn.Module):
-    """A level of names."""
+    """Nesting level of parameter names."""
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class GemmaExpert(nn.Module):
 
 
 class PaliGemmaWithExpert(nn.Module):
-    """A level of names."""
+    """Nesting level of parameter names."""
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
@@ -61,15 +60,15 @@ class PaliGemmaWithExpert(nn.Module):
 
 @dataclass
 class PiContext:
-    """What denoising needs of an observation, computed once.
+    """Encoded observation, computed once for all denoising steps.
 
     Attributes:
-        cache: keys and values ``[B,G,P,*]`` of every layer, of images, prompt and (pi0) state.
-        mask: ``bool[B,1,1,P+H]``, True where an action may look; None where nothing is padded.
-        rope: of the actions.
-        last_input: ``[B,P',W]``, input of PaliGemma's last layer; P' leaves out the state.
-        prefix_rope: of images and prompt.
-        prefix_mask: ``bool[B,P']``, False at padding; None where there is none.
+        cache: keys and values ``[B,G,P,*]`` per layer, of images, prompt and (pi0) state.
+        mask: ``bool[B,1,1,P+H]``, True where an action may attend; None without padding.
+        rope: rotary embedding of the actions.
+        last_input: ``[B,P',W]``, input of PaliGemma's last layer; P' excludes the state.
+        prefix_rope: rotary embedding of images and prompt.
+        prefix_mask: ``bool[B,P']``, False at padding; None without padding.
     """
 
     cache: list[KeysValues]
@@ -102,7 +101,7 @@ class PiModel(ExpertNetwork):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights of attention and MLPs; ``in_float32`` names more precise ones."""
+        """Dtype of attention and MLP weights; ``in_float32`` names more precise ones."""
         return cast(GemmaLayer, self.expert.layers[0]).self_attn.q_proj.weight.dtype
 
     @property
@@ -126,14 +125,14 @@ class PiModel(ExpertNetwork):
         state: Tensor | None,
         image_mask: Tensor | None = None,
     ) -> PiContext:
-        """Run everything that comes before the actions.
+        """Encode everything before the actions.
 
         Args:
             pixels: ``[B,V,3,h,w]`` in [-1, 1].
             ids: ``int64[B,L]``, padded on the right.
             prompt_mask: ``bool[B,L]``, False at padding.
             state: ``[B,D]``, normalised and padded; read by pi0 only.
-            image_mask: ``bool[B,V]``, False where a row has no such camera; None: all have all.
+            image_mask: ``bool[B,V]``, False where a row lacks the camera; None if all rows have all.
         """
         language = self.paligemma.language_model
         x, valid = self.paligemma.embed_prefix(pixels, ids, prompt_mask, image_mask)
@@ -152,7 +151,7 @@ class PiModel(ExpertNetwork):
         return PiContext(cache, seen, rotary(places, self.config.expert.head_dim, x.dtype), last_input, rope, valid)
 
     def prefix_hidden(self, context: PiContext) -> Tensor:
-        """Return PaliGemma's final hidden states ``[B,P',W]``, whose last layer nothing else needs."""
+        """Return PaliGemma's final hidden states ``[B,P',W]``; nothing else needs its last layer."""
         mask = None if context.prefix_mask is None else context.prefix_mask[:, None, None]
         return self.paligemma.language_model.finish(context.last_input, context.prefix_rope, mask)
 

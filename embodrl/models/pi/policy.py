@@ -34,15 +34,9 @@ from embodrl.types import Observation
 
 
 class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
-    """A chunk of actions denoised by the action expert.
+    """Denoises an action chunk with the action expert.
 
-    Args:
-        model: the network.
-        processor: makes its inputs.
-        stats: statistics of the robot.
-        config: section ``model``.
-        value_head: the critic: by default on the expert's output (pi0), or on images and prompt (pi0.5).
-        noise_head: for Flow-Noise.
+    The critic reads by default the expert's output (pi0), or images and prompt (pi0.5).
     """
 
     euler_times = staticmethod(accumulated_times)
@@ -72,11 +66,7 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         self.robot_stats = stats
 
     def encode(self, inputs: dict[str, Tensor]) -> PiContext:
-        """Run images, prompt and state once for a chunk.
-
-        Args:
-            inputs: from ``preprocess``; ``image_mask bool[B,V]``, if there is one, leaves cameras of rows out.
-        """
+        """Encode images, prompt and state once per chunk; ``image_mask bool[B,V]``, if present, excludes cameras."""
         pixels = self.processor.pixels(inputs)
         return self.model.encode(
             pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("state"), inputs.get("image_mask")
@@ -87,11 +77,11 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         return masked_mean(self.model.prefix_hidden(context), context.prefix_mask)
 
     def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
-        """Subtract the state from actions that are meant relative to it."""
+        """Subtract the state from relative actions."""
         return actions - self._offset(actions, observation)
 
     def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
-        """Add it."""
+        """Add the state to relative actions."""
         return actions + self._offset(actions, observation)
 
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
@@ -125,11 +115,9 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         return self.processor.tokenizer.vocab_size, self.model.config.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
-        """Return the weights under the names of the public layout, with adapters merged."""
         return public_state(merged_state_dict(self.model, deferred=True), self.model.config.expert.width)
 
     def write_files(self, directory: Path) -> None:
-        """Write what ``save_pretrained`` writes beside the weights."""
         precision = str(self.model.dtype).removeprefix("torch.")
         save_heads(directory, self.value_head)
         save_noise_head(directory, self.noise_head)
@@ -156,5 +144,5 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
 
 
 def default_value_input(variant: Variant, method: str) -> Literal["prefix", "suffix"]:
-    """Return what ``value_head.input: auto`` means, with the sampling ``model.flow.method``."""
+    """Return the meaning of ``value_head.input: auto`` for the sampling ``model.flow.method``."""
     return "prefix" if variant == "pi05" or method == "cfm" else "suffix"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.models.common.config_file import own_section
 from embodrl.models.flow.flow_spec import (
     WHOLE_PICTURES,
@@ -18,6 +18,7 @@ from embodrl.models.flow.flow_spec import (
     vlm_fits,
 )
 from embodrl.models.openpi.settings import PiArchitectureConfig
+from embodrl.rule_set import Finding, RuleSet
 
 
 class PiModelConfig(FlowModelConfig):
@@ -42,7 +43,7 @@ MISSING_CONFIG = (
     "model.model_type", "model.model_path", "model.pi", "model.num_action_chunks", "model.action_dim", "env.cameras"
 )
 def pi_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image, heads divide widths, and actions and cameras have room, in a tiny pi0 or pi0.5."""
+    """In a tiny pi0 or pi0.5 patches tile the image, heads divide widths, and actions and cameras fit."""
     config = context.config
     base = "model.pi"
     if config.model.model_path is not None:
@@ -68,7 +69,7 @@ CHECKPOINT = "openpi's PyTorch conversion, or lerobot's {} layout"
 
 
 def variant_of(raw: Mapping[str, object]) -> object:
-    """Return which of the two a config.json is of; openpi's own leave open which."""
+    """Return the model that a config.json belongs to; openpi's own do not say."""
     variant = own_section(raw).get("variant", raw.get("type"))
     of_openpi = "paligemma_variant" in raw and raw.get("model_type") is None and not isinstance(raw.get("type"), str)
     return "either" if of_openpi and variant not in ("pi0", "pi05") else variant

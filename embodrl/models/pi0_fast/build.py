@@ -1,4 +1,4 @@
-"""From a ModelConfig to a pi0-FAST policy: a checkpoint in lerobot's layout, or the tiny size."""
+"""Builds a pi0-FAST policy from a ModelConfig: a checkpoint in lerobot's layout, or the tiny size."""
 
 from __future__ import annotations
 
@@ -33,14 +33,7 @@ _SIZES = ("siglip", "vlm", "max_action_dim", "action_horizon", "num_images")
 def build_pi0_fast(
     config: Pi0FastModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[FastPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
-
-    With ``model_path`` it is a checkpoint in lerobot's layout, from a directory or the Hugging Face hub. Without, it
-    has the dimensions of ``pi0_fast`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
-    ``device``.
-
-    Arguments and errors as of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()
@@ -92,7 +85,7 @@ def build_pi0_fast(
 
 
 def _read(directory: Path, config: Pi0FastModelConfig, report: LoadReport) -> tuple[FastConfig, PiStats]:
-    """Return what a checkpoint's files, and the settings that override them, say."""
+    """Return a checkpoint's configuration, with overrides from settings, and its statistics."""
     settings = config.pi0_fast
     place = checkpoint.place_of(CONFIG_FILE, directory, report)
     known = FastConfig.read(place / CONFIG_FILE)

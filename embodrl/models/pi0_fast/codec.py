@@ -1,9 +1,9 @@
-"""FAST: chunks of actions as tokens (Pertsch et al., "FAST: Efficient Action Tokenization for Vision-Language-Action
-Models", 2025).
+"""FAST: action chunks as tokens.
 
-Each dimension goes through a discrete cosine transform over the chunk; the coefficients are scaled, rounded, written as
-one character each, low frequencies of all dimensions first, and byte-pair encoded. The files are those of the public
-processors, whose code is not run: tokenizer.json, and processor_config.json with scale and offset.
+Pertsch et al., "FAST: Efficient Action Tokenization for Vision-Language-Action Models", 2025. Each dimension goes
+through a discrete cosine transform over the chunk; coefficients are scaled, rounded, written as one character each, low
+frequencies of all dimensions first, and byte-pair encoded. Files are those of the public processors, whose code is not
+run: tokenizer.json, and processor_config.json with scale and offset.
 Shapes: B batch, H actions in a chunk, A action dimensions.
 """
 
@@ -25,17 +25,17 @@ TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "processor_config.json"
 TINY_CODEC = Path(__file__).parent / "tiny_codec"
 _LAST_CHARACTER = 0xD7FF
-"""The code points after it can't be encoded."""
+"""Later code points (surrogates) can't be encoded."""
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class ActionCodec:
-    """Normalized actions to tokens and back.
+    """Maps normalised actions to tokens and back.
 
     Args:
         tokenizer: byte-pair encoding of the characters.
-        scale: of the coefficients; 1 / scale is the step to which they are rounded.
-        min_coefficient: the scaled coefficient that is written as character 0; lower ones are clipped.
+        scale: scale of the coefficients; they are rounded to steps of 1 / scale.
+        min_coefficient: scaled coefficient of character 0; lower ones are clipped.
     """
 
     def __init__(self, tokenizer: Tokenizer, scale: float, min_coefficient: int) -> None:
@@ -52,10 +52,10 @@ class ActionCodec:
         return [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def decode(self, codes: Sequence[Sequence[int]], horizon: int, dims: int) -> NDArray[np.float64]:
-        """Return actions ``[B,H,A]``; any sequence means some.
+        """Return actions ``[B,H,A]``; every sequence is valid.
 
-        As in lerobot, missing coefficients are 0, those beyond the chunk are dropped. Bytes that form no character, for
-        which the public decoders return coefficients of several thousand, are 0 as well.
+        As in lerobot, missing coefficients are 0 and excess ones are dropped. Bytes that form no character, for which
+        the public decoders return coefficients of several thousand, are 0 as well.
         """
         coefficients = np.zeros((len(codes), horizon * dims))
         for row, sequence in zip(coefficients, codes, strict=True):
@@ -64,7 +64,7 @@ class ActionCodec:
         return cosines(horizon).T @ (coefficients.reshape(len(codes), horizon, dims) / self.scale)
 
     def save(self, directory: Path) -> None:
-        """Write both files into a directory, which is made."""
+        """Write both files into a directory, creating it."""
         directory.mkdir(parents=True)
         self.tokenizer.save(str(directory / TOKENIZER_FILE))
         settings = {
@@ -79,11 +79,7 @@ class ActionCodec:
 
 
 def read_codec(directory: Path) -> ActionCodec:
-    """Return the codec in a directory.
-
-    Raises:
-        PolicyFileError: a file is missing, no tokenizer, or lacks a setting.
-    """
+    """Return the codec in a directory; raise ``PolicyFileError`` if a file is missing or invalid."""
     settings = read_file(directory / SETTINGS_FILE)
     scale = settings.number("scale", low=1e-3, high=1e6)
     lowest = settings.integer("min_token", low=-_LAST_CHARACTER, high=_LAST_CHARACTER)
@@ -92,7 +88,7 @@ def read_codec(directory: Path) -> ActionCodec:
 
 @lru_cache(maxsize=16)
 def cosines(length: int) -> NDArray[np.float64]:
-    """Return the orthonormal matrix ``[H,H]`` of the DCT-II: row k is the cosine of k half waves over the chunk."""
+    """Return the orthonormal DCT-II matrix ``[H,H]``: row k is the cosine of k half waves over the chunk."""
     frequency = np.arange(length)[:, None]
     place = np.arange(length)[None] + 0.5
     matrix = np.sqrt(2.0 / length) * np.cos(np.pi * frequency * place / length)

@@ -1,4 +1,4 @@
-"""Dimensions and conventions of pi0-FAST, and what config.json says of them in lerobot's layout."""
+"""Dimensions and conventions of pi0-FAST, and its config.json in lerobot's layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from embodrl.models.pi0_fast.spec import Pi0FastArchitectureConfig
 NAME = "pi0_fast"
 ACTION_TOKENIZER = "lerobot/fast-action-tokenizer"
 SEGMENTATION_TOKENS = 128
-"""The last of PaliGemma's vocabulary, which pi0-FAST leaves alone."""
+"""Tokens at the end of PaliGemma's vocabulary that pi0-FAST does not use."""
 MAX_TOKENS = 4096
 TINY_TOKENS = 40
 
@@ -36,11 +36,11 @@ class FastConfig:
     """A pi0-FAST.
 
     Attributes:
-        inputs: as of a pi0.5 with the state in its prompt; there is no action expert.
-        max_action_tokens: of a chunk (M), with the one that ends it.
-        skip_tokens: this many of the vocabulary's last ids are no action tokens.
-        tied: the output layer is the embedding.
-        bos_in_prompt: images and prompt see BOS, as where lerobot acts; where it trains, they do not.
+        inputs: input configuration of a pi0.5 with the state in its prompt; there is no action expert.
+        max_action_tokens: maximum tokens of a chunk (M), including its end token.
+        skip_tokens: number of the vocabulary's last ids that are not action tokens.
+        tied: whether the output layer is the embedding.
+        bos_in_prompt: whether images and prompt see BOS, as in lerobot's inference but not its training.
         text_tokenizer, action_tokenizer: hub ids, for files that the checkpoint lacks.
     """
 
@@ -54,12 +54,12 @@ class FastConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding."""
+        """Embedding rows."""
         return self.inputs.vocab_size
 
     @staticmethod
     def from_architecture(arch: Pi0FastArchitectureConfig, vocab_size: int) -> FastConfig:
-        """Return the tiny size; ``vocab_size`` counts texts and actions."""
+        """Return the tiny size; ``vocab_size`` counts text and action ids."""
         siglip = arch.siglip
         gemma = GemmaSpec(
             arch.vlm_width, arch.depth, arch.vlm_mlp_dim, arch.num_heads, arch.num_kv_heads, arch.head_dim
@@ -80,26 +80,25 @@ class FastConfig:
             normalization=BY_QUANTILES,
             antialias=arch.antialias is not False,
         )
-        # Tied and random, the network would begin by writing every token again.
+        # Random tied weights would make the network repeat every token at first.
         return FastConfig(inputs, arch.max_action_tokens or TINY_TOKENS, skip_tokens=0, tied=False)
 
     @staticmethod
     def read(path: Path) -> FastConfig:
-        """Read config.json of lerobot's layout, or of ours.
+        """Read config.json in lerobot's or embodrl's layout.
 
-        Raises:
-            CheckpointError: it is missing, of another model, invalid, or uses what is not supported.
+        Raises ``CheckpointError`` if it is missing, another model's, invalid, or uses an unsupported feature.
         """
         if not path.is_file() and (path.parent / "params").is_dir():
             raise CheckpointError(
                 f"{path.parent} is a checkpoint of openpi's JAX model, whose converter to PyTorch has no pi0-FAST",
-                "use lerobot/pi0fast-base, which is that of openpi's pi0_fast_base, or a fine-tune of it",
+                "use lerobot/pi0fast-base, which is openpi's pi0_fast_base, or a fine-tune of it",
                 code="pi0-fast-jax",
             )
         fields = read_file(path)
         check_family(fields, (NAME,))
         if fields.text("type", "") != NAME:
-            fields.refuse(f"it is not of a pi0-FAST: type is {fields.content.get('type')!r}")
+            fields.refuse(f"it is not a pi0-FAST: type is {fields.content.get('type')!r}")
         if OWN_SECTION in fields:
             own = fields.fields(OWN_SECTION)
             config = FastConfig(from_embodrl(own.fields("inputs"), "pi05"), tied=own.flag("tied"))

@@ -1,4 +1,4 @@
-"""pi0-FAST's checkpoints in lerobot's layout: names of weights, processor files, the action tokenizer."""
+"""pi0-FAST checkpoints in lerobot's layout: weight names, processor files, the action tokenizer."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from embodrl.models.pi0_fast.codec import SETTINGS_FILE, TOKENIZER_FILE, ActionC
 from embodrl.models.pi0_fast.config import FastConfig
 
 CODEC_DIRECTORY = "action_tokenizer"
-"""Where lerobot puts the action tokenizer of a policy."""
+"""Directory of a policy's action tokenizer in lerobot."""
 
 
 def is_tied(stored: Collection[str]) -> bool:
-    """Tell whether one tensor is embedding and output layer.
+    """Return whether one tensor is both embedding and output layer.
 
-    lerobot from 0.5 trains them apart and stores both; before, and in what embodrl trains, they are one.
+    lerobot from 0.5 trains and stores them separately; before, and in embodrl's training, they are tied.
     """
     plain = {name.removeprefix(LEROBOT_PREFIX) for name in stored}
     return not {EMBEDDING, TIED_TO_EMBEDDING} <= plain
 
 
 def aliases(stored: Collection[str]) -> dict[str, str]:
-    """Return, of the names in a checkpoint, what they are called here."""
+    """Return aliases: checkpoint name -> name here."""
     tied = is_tied(stored)
     renamed = {}
     for name in stored:
@@ -42,7 +42,7 @@ def aliases(stored: Collection[str]) -> dict[str, str]:
 
 
 def public_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights under lerobot's names; a tied embedding under that of the output layer, which it copies."""
+    """Return weights under lerobot's names; a tied embedding is stored as the output layer."""
     tied = TIED_TO_EMBEDDING not in state
     return {
         LEROBOT_PREFIX + (TIED_TO_EMBEDDING if tied and name == EMBEDDING else name): tensor
@@ -51,10 +51,9 @@ def public_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def find_codec(directory: Path, config: FastConfig) -> ActionCodec:
-    """Return the action tokenizer in a checkpoint's directory, or that of the hub which its files name.
+    """Return a checkpoint's action tokenizer, or the one on the hub that its files name.
 
-    Raises:
-        CheckpointError: it is not there and can't be fetched, or is corrupt.
+    Raises ``CheckpointError`` if it is corrupt, or missing and can't be fetched.
     """
     if (directory / CODEC_DIRECTORY).is_dir():
         return read_codec(directory / CODEC_DIRECTORY)
@@ -68,7 +67,7 @@ def find_codec(directory: Path, config: FastConfig) -> ActionCodec:
 
 
 def state_dims(stats: PiStats) -> int:
-    """Return the dimensions of the state that statistics are of; 0 without."""
+    """Return the number of state dimensions in statistics; 0 without a state."""
     raw = fields_of(stats.raw, stats.key)
     if "state" not in raw:
         return 0
@@ -76,7 +75,7 @@ def state_dims(stats: PiStats) -> int:
 
 
 def write_processors(directory: Path, config: FastConfig, stats: PiStats, action_dim: int, state_dim: int) -> None:
-    """Write policy_preprocessor.json and policy_postprocessor.json with the statistics that they name."""
+    """Write policy_preprocessor.json and policy_postprocessor.json with their statistics."""
     inputs = config.inputs
     methods = config.inputs.normalization
     features = {

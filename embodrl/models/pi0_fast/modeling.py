@@ -1,7 +1,6 @@
-"""The network of pi0-FAST with lerobot's parameter names: PaliGemma, whose last ids stand for action tokens.
+"""pi0-FAST's network with lerobot's parameter names: PaliGemma whose last ids stand for action tokens.
 
-Images, prompt and BOS, with which a sentence begins, see each other; what is written sees them and what was written
-before.
+Images, prompt and the initial BOS see each other; written tokens see them and earlier written tokens.
 Shapes: B batch, V cameras, P images and prompt, S written tokens, K choices of an action token, W width.
 """
 
@@ -23,11 +22,11 @@ from embodrl.models.pi0_fast.config import FastConfig
 HEAD_STD = 0.02
 
 Choose = Callable[[Tensor, int], Tensor]
-"""Logits ``float32[B,K]`` of the token in that place of a chunk to choices ``int64[B]``."""
+"""Map logits ``float32[B,K]`` and the token's index in the chunk to choices ``int64[B]``."""
 
 
 class PaliGemmaWithHead(nn.Module):
-    """PaliGemma and, where it is not the embedding, the output layer."""
+    """PaliGemma and, unless tied to the embedding, the output layer."""
 
     def __init__(self, config: FastConfig) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class PaliGemmaWithHead(nn.Module):
 
 
 class WithoutExpert(nn.Module):
-    """A level of names."""
+    """Nesting level of parameter names."""
 
     def __init__(self, config: FastConfig) -> None:
         super().__init__()
@@ -63,12 +62,12 @@ class FastModel(nn.Module):
 
     @property
     def output_layer(self) -> nn.Module:
-        """With a weight ``[vocabulary,W]``; the embedding if the two are one."""
+        """Layer with weight ``[vocabulary,W]``; the embedding if tied."""
         return self.language.embed_tokens if self.config.tied else self.paligemma_with_expert.paligemma.lm_head
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights of attention and MLPs; the norms' are more precise."""
+        """Dtype of attention and MLP weights; norms are more precise."""
         return self._layer(0).self_attn.q_proj.weight.dtype
 
     def hidden_states(self, x: Tensor, valid: Tensor | None, written: Tensor) -> Tensor:
@@ -76,8 +75,8 @@ class FastModel(nn.Module):
 
         Args:
             x: images and prompt ``[B,P,W]``, from ``PaliGemmaModel.embed_prefix``.
-            valid: ``bool[B,P]``, False at padding; None where there is none.
-            written: ``int64[B,S]``; what stands after the end of a chunk changes nothing before.
+            valid: ``bool[B,P]``, False at padding; None without padding.
+            written: ``int64[B,S]``; ids after the end of a chunk do not affect earlier ones.
         """
         length = x.shape[1]
         x = torch.cat([x, self.language.embed(written).to(x.dtype)], dim=1)
@@ -87,10 +86,10 @@ class FastModel(nn.Module):
         return self.language.decode(x, rope, [None] * len(self.language.layers), mask)
 
     def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Return logits ``float32[...,K]`` of the ids ``int64[K]``; None: of the whole vocabulary."""
+        """Return logits ``float32[...,K]`` of the ids ``int64[K]``; None for the whole vocabulary."""
         with full_precision(hidden):
             weight = linear_weight(self.output_layer)
-            if ids is None:  # a copy of the whole in float32 would be large
+            if ids is None:  # a copy of everything in float32 would be large
                 return F.linear(hidden.to(weight.dtype), weight).float()
             return F.linear(hidden.float(), weight[ids].float())
 
@@ -98,20 +97,20 @@ class FastModel(nn.Module):
     def write(
         self, x: Tensor, valid: Tensor | None, begin: Tensor, choices: Tensor, end: int, limit: int, choose: Choose
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Write tokens one after the other until each row has ended; later ones run on cached keys and values.
+        """Write tokens autoregressively until each row has ended; later ones run on cached keys and values.
 
         Args:
             x: see ``hidden_states``.
             valid: see ``hidden_states``.
-            begin: ``int64[S]``, ids with which every row begins.
+            begin: ``int64[S]``, initial ids of every row.
             choices: ``int64[K]``, ids that may follow.
-            end: the choice that ends a row.
-            limit: M, tokens at most.
-            choose: picks each token.
+            end: choice that ends a row.
+            limit: M, the maximum number of tokens.
+            choose: function that picks each token.
 
         Returns:
-            choices ``int64[B,M]``, 0 after the end, which ones there are ``bool[B,M]``, the logits ``float32[B,T,K]``
-            they were picked from (T of the longest row), and the hidden states ``[B,P,W]`` of images and prompt.
+            Choices ``int64[B,M]``, 0 after the end, the mask of written ones ``bool[B,M]``, their logits
+            ``float32[B,T,K]`` (T of the longest row), and the hidden states ``[B,P,W]`` of images and prompt.
         """
         batch, prefix = x.shape[:2]
         x = torch.cat([x, self.language.embed(begin).to(x.dtype).expand(batch, -1, -1)], dim=1)
@@ -142,7 +141,7 @@ class FastModel(nn.Module):
         return tokens, mask, torch.stack(logits, dim=1), of_prefix
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights for training from scratch, by the rules of ``common/init.py``."""
+        """Draw weights for training from scratch; see ``common/init.py``."""
         self.paligemma.vision_tower.init_weights(generator)
         init_linears(self.paligemma.multi_modal_projector, generator)
         self.language.init_weights(generator)
@@ -161,9 +160,9 @@ class FastModel(nn.Module):
         return cast(GemmaLayer, self.language.layers[index])
 
     def _extend(self, x: Tensor, rope: Rotary, cache: list[KeysValues], start: int, mask: Tensor | None) -> Tensor:
-        """Return the final hidden states of tokens from ``start`` on, and put their keys and values into the cache.
+        """Return the final hidden states of tokens ``start`` onwards, and add their keys and values to the cache.
 
-        The cache is made by the first call, with room for as many tokens as ``rope`` has places.
+        The first call creates the cache with the capacity of ``rope``.
         """
         end = start + x.shape[1]
         turn = (rope[0][:, :, start:end], rope[1][:, :, start:end])

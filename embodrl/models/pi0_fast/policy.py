@@ -1,8 +1,8 @@
 """pi0-FAST as a reinforcement-learning policy.
 
-A chunk is written as ``BOS Action: CODES |``. The beginning is the same for all chunks; the policy chooses codes of the
-action tokenizer until it chooses ``|``, or until M tokens are written. Its distribution is that of the network among
-these K choices, so the log-prob of what was written is exact whatever actions it decodes to.
+A chunk is written as ``BOS Action: CODES |``. The beginning is fixed; the policy chooses codes of the action tokenizer
+until it chooses ``|``, or until M tokens are written. Its distribution is the network's over these K choices, so the
+log-prob of the written tokens is exact whatever actions they decode to.
 Shapes: B batch, C actions run, H actions in a chunk, A action dimensions, P images and prompt, W width, M tokens.
 """
 
@@ -49,15 +49,15 @@ class FastPolicy(PublicLayout):
     """PaliGemma that writes FAST tokens.
 
     Args:
-        model: the network.
-        processor: makes its inputs.
-        codec: actions to tokens.
+        model: network.
+        processor: prepares the network's inputs.
+        codec: maps actions to tokens.
         stats: statistics of the robot.
         config: section ``model``: C, A, ``gripper``, and the value head's ``input`` and ``detach``.
-        value_head: the critic, or None.
+        value_head: critic, or None.
 
     Raises:
-        EmbodrlError: more actions are to be run than there are in a chunk, or the vocabularies do not fit.
+        EmbodrlError: more actions are to be run than a chunk has, or the vocabularies do not fit.
     """
 
     draws_by_row = True
@@ -110,7 +110,7 @@ class FastPolicy(PublicLayout):
             )
         self.max_tokens = sizes.max_action_tokens
         self.end = self.codec.num_codes
-        """The choice that ends a chunk."""
+        """Choice that ends a chunk."""
         begin = torch.tensor([text.bos_id, *text.encode(BEGIN)])
         device = self.device if self.device.type != "meta" else torch.device("cpu")
         self.register_buffer("_begin", begin.to(device), persistent=False)
@@ -125,8 +125,7 @@ class FastPolicy(PublicLayout):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``images uint8[B,V,h,w,3]``, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``.
 
-        Raises:
-            EmbodrlError: too many cameras, too large a state or none, or a prompt that does not fit.
+        Raises ``EmbodrlError`` for too many cameras, a missing or too large state, or a prompt that does not fit.
         """
         return self.processor(observation, self.device)
 
@@ -139,14 +138,11 @@ class FastPolicy(PublicLayout):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Write a chunk for each row: sampled in ``train`` mode, the most probable tokens in ``eval`` mode.
+        """Write a chunk per row: sampled in ``train`` mode, the most probable tokens in ``eval`` mode.
 
-        ``logprobs`` are ``float32[B,M,1]``; ``forward_inputs`` has what ``preprocess`` returns, the choices
-        ``action_tokens int64[B,M]`` and which of them there are, ``token_mask bool[B,M]``. Of its randomness, each call
-        takes one block from ``generator``, whatever the tokens.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
+        ``logprobs`` are ``float32[B,M,1]``; ``forward_inputs`` has the output of ``preprocess``, the choices
+        ``action_tokens int64[B,M]`` and the mask of written ones ``token_mask bool[B,M]``. Each call takes one block
+        from ``generator``, whatever the tokens.
         """
         self.check_mode(mode)
         inputs = self.preprocess(observation)
@@ -173,11 +169,7 @@ class FastPolicy(PublicLayout):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """One forward pass over images and prompt.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or there is no value head.
-        """
+        """Return values from one forward pass over images and prompt."""
         x, valid = self.prefix(self.preprocess(observation))
         bos = self.get_buffer("_begin")[None, :1].expand(len(x), -1)
         return self._values(self.model.hidden_states(x, valid, bos)[:, : x.shape[1]], valid)
@@ -189,11 +181,7 @@ class FastPolicy(PublicLayout):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """Return log-probs and entropy ``float32[B,M,1]``, 0 where nothing was written, and values, in one pass.
-
-        Raises:
-            EmbodrlError: values are wanted and there is no value head.
-        """
+        """Return log-probs and entropy ``float32[B,M,1]``, 0 where nothing was written, and values, in one pass."""
         mask = forward_inputs[TOKEN_MASK]
         tokens = forward_inputs[TOKENS][:, : int(mask.sum(dim=1).max())]
         begin = self.get_buffer("_begin")
@@ -208,10 +196,9 @@ class FastPolicy(PublicLayout):
         return EvalOutput(logprobs, entropy, values)
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
-        """Return what ``preprocess`` returns, ``sentence int64[B,S]``, the ids to write, and ``written bool[B,S]``.
+        """Return the output of ``preprocess``, the ids to write ``sentence int64[B,S]``, and ``written bool[B,S]``.
 
-        Raises:
-            EmbodrlError: see ``preprocess``; or a chunk has more than M tokens.
+        Raises ``EmbodrlError`` if a chunk has more than M tokens.
         """
         raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
         begin = self.get_buffer("_begin").cpu()
@@ -223,7 +210,7 @@ class FastPolicy(PublicLayout):
         ):
             if len(codes) >= self.max_tokens:
                 raise EmbodrlError(
-                    f"a chunk of the data has {len(codes) + 1} tokens, and at most {self.max_tokens} are written",
+                    f"a chunk of the data has {len(codes) + 1} tokens, but at most {self.max_tokens} are written",
                     f"set model.pi0_fast.max_action_tokens={len(codes) + 1} or more; far more than numbers in a chunk"
                     " mean that the statistics are not those of the data",
                     code="pi0-fast-chunk-too-long",
@@ -235,18 +222,15 @@ class FastPolicy(PublicLayout):
         return {**self.preprocess(observation), **targets}
 
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which values are ``LEARNABLE`` or more from 0 when normalized: their chunks have many rare tokens."""
+        """Return values at least ``LEARNABLE`` from 0 when normalised: their chunks have many rare tokens."""
         raw = to_model(np.asarray(actions, np.float64), self.gripper)
         return np.abs(self.robot_stats.actions.scale(raw)) >= LEARNABLE
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the cross-entropy over the whole vocabulary, as openpi, and ``token_accuracy``.
+        """Return the cross-entropy over the whole vocabulary, as in openpi, and ``token_accuracy``.
 
-        It is the mean over the tokens of a chunk, then over chunks, each weighted by its actions within the episode.
-
-        Args:
-            batch: from ``sft_inputs``; ``action_mask bool[B,H]``, if there is one, says which actions are within.
-            label_smoothing_bins: for families with bins.
+        The mean is over a chunk's tokens, then over chunks, weighted by their actions within the episode, which
+        ``action_mask bool[B,H]`` in ``batch`` marks, if present.
         """
         longest = int(batch[WRITTEN].sum(dim=1).max())
         sentence = batch[SENTENCE][:, :longest]
@@ -273,7 +257,7 @@ class FastPolicy(PublicLayout):
         return parts if self.value_head is None else {**parts, "value_head": self.value_head}
 
     def head_parameters(self) -> list[nn.Parameter]:
-        """Return the output layer, which as a rule is the embedding as well."""
+        """Return the output layer, normally also the embedding."""
         return list(self.model.output_layer.parameters())
 
     def enable_gradient_checkpointing(self) -> None:
@@ -295,7 +279,7 @@ class FastPolicy(PublicLayout):
         return inputs.vlm.depth, inputs.vlm.num_kv_heads * inputs.vlm.head_dim, positions
 
     def chosen_bytes(self, num_cameras: int) -> int:
-        """Return the bytes of tokens, which of them there are, and log-probs."""
+        """Return the bytes of tokens, their mask, and log-probs."""
         return (torch.int64.itemsize + torch.bool.itemsize + torch.float32.itemsize) * self.max_tokens
 
     def enlarge(self, own_tokenizer: bool) -> FastModel:
@@ -312,7 +296,6 @@ class FastPolicy(PublicLayout):
         return public_state(merged_state_dict(self.model, deferred=True))
 
     def write_files(self, directory: Path) -> None:
-        """Write what ``save_pretrained`` writes beside the weights."""
         config = self.model.config
         stats = self.robot_stats
         dims = state_dims(stats) or config.inputs.max_action_dim
@@ -339,12 +322,12 @@ class FastPolicy(PublicLayout):
         )
 
     def _padded(self, numbers: Tensor, mask: Tensor) -> Tensor:
-        """``float32[B,T]`` of the first T tokens to ``[B,M,1]``, 0 where nothing was written."""
+        """Pad ``float32[B,T]`` of the first T tokens to ``[B,M,1]``, 0 where nothing was written."""
         full = F.pad(numbers, (0, mask.shape[1] - numbers.shape[1]))
         return torch.where(mask, full, 0.0)[..., None]
 
     def actions_of(self, tokens: Tensor, mask: Tensor) -> NDArray[np.float32]:
-        """Return the actions ``float32[B,C,A]``, in environment units, that choices ``int64[B,T]`` mean."""
+        """Return the actions ``float32[B,C,A]``, in environment units, of choices ``int64[B,T]``."""
         codes = [
             [code for code, there in zip(*row, strict=True) if there and code != self.end]
             for row in zip(tokens.tolist(), mask.tolist(), strict=True)
@@ -353,7 +336,7 @@ class FastPolicy(PublicLayout):
         return to_environment(self.robot_stats.actions.unnormalize(chunk), self.gripper).astype(np.float32)
 
     def _values(self, hidden: Tensor, valid: Tensor | None) -> Tensor:
-        """Return the values read from the hidden states ``[B,P,W]`` of images and prompt."""
+        """Return values from the hidden states ``[B,P,W]`` of images and prompt."""
         if self.value_head is None:
             raise EmbodrlError(
                 "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"

@@ -6,7 +6,7 @@ from embodrl.models.openpi.processing import PiProcessor
 
 
 class FastProcessor(PiProcessor):
-    """Images and prompts as those of pi0.5 with the state; ``Action:`` is written by the model, not read."""
+    """Prepares images and prompts like pi0.5 with the state; the model writes ``Action:`` instead of reading it."""
 
     section = "model.pi0_fast"
     prompt_end = "\n"

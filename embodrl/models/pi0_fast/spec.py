@@ -6,14 +6,15 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
 from embodrl.models.flow.flow_spec import WHOLE_PICTURES, SiglipConfig, at_most, libero_interface, vlm_fits
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 
 class Pi0FastArchitectureConfig(Section):
-    """Dimensions of a pi0-FAST built without a checkpoint, and what a checkpoint's files may leave open."""
+    """Dimensions of a pi0-FAST without a checkpoint, and values that a checkpoint's files may omit."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
     patch_size: PositiveInt = Field(default=8, description="pixels")
@@ -21,16 +22,16 @@ class Pi0FastArchitectureConfig(Section):
     depth: PositiveInt = Field(default=3, description="layers of Gemma")
     num_heads: PositiveInt = Field(default=4, description="query heads")
     num_kv_heads: PositiveInt = Field(default=1, description="key and value heads; divides num_heads")
-    head_dim: PositiveInt = Field(default=32, description="even, since rotary embeddings turn pairs")
+    head_dim: PositiveInt = Field(default=32, description="head dimension; even, for rotary embeddings")
     vlm_width: PositiveInt = Field(default=128, description="Gemma hidden size")
     vlm_mlp_dim: PositiveInt = Field(default=384, description="Gemma MLP size")
-    max_action_dim: PositiveInt = Field(default=32, description="dimensions of a state at most")
+    max_action_dim: PositiveInt = Field(default=32, description="maximum dimensions of a state")
     action_horizon: PositiveInt = Field(default=5, description="actions in a chunk; num_action_chunks of them are run")
-    num_images: PositiveInt = Field(default=1, description="cameras at most")
+    num_images: PositiveInt = Field(default=1, description="maximum number of cameras")
     max_prompt_tokens: PositiveInt = Field(default=96, description="prompts, with the state, are padded to this length")
     max_action_tokens: PositiveInt | None = Field(
         default=None,
-        description="tokens of a chunk at most; null: as the checkpoint, tiny size: 40. A chunk that is not complete"
+        description="maximum tokens of a chunk; null: as the checkpoint, tiny size: 40. A chunk not complete"
         " by then has zeros for the highest frequencies",
     )
     padded_state_in_prompt: bool | None = Field(
@@ -39,11 +40,10 @@ class Pi0FastArchitectureConfig(Section):
     )
     dark_bars: bool | None = Field(
         default=None,
-        description="bars beside pictures that are not square are at -3 instead of black, as with lerobot before 0.5;"
-        " null: as the checkpoint",
+        description="pad non-square images with -3 instead of black, as lerobot before 0.5; null: as the checkpoint",
     )
     antialias: bool | None = Field(
-        default=None, description="resize pictures with antialiasing; null: no, as lerobot; tiny size: yes"
+        default=None, description="resize images with antialiasing; null: no, as lerobot; tiny size: yes"
     )
 
 
@@ -60,7 +60,7 @@ RULES = RuleSet()
 
 @RULES.rule("model.model_type", "model.model_path", "model.pi0_fast", "model.num_action_chunks", "env.cameras")
 def pi0_fast_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image, heads divide widths, and actions and cameras have room, in a tiny pi0-FAST."""
+    """In a tiny pi0-FAST patches tile the image, heads divide widths, and actions and cameras fit."""
     config = context.config
     base = "model.pi0_fast"
     if config.model.model_path is not None:
@@ -76,14 +76,14 @@ def pi0_fast_dimensions_fit(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("model.model_type", "algorithm.reward_type", "model.value_head.output")
 def tokens_are_of_the_chunk(context: Context) -> Iterator[Finding]:
-    """A token of FAST says something about every action of its chunk, so there is no advantage of one action."""
+    """A FAST token encodes every action of its chunk, so there is no advantage of a single action."""
     config = context.config
     for key, value in (
         ("algorithm.reward_type", config.algorithm.reward_type == "action_level"),
         ("model.value_head.output", config.model.value_head.output == "action"),
     ):
         if value:
-            message = "pi0_fast's tokens stand for a whole chunk, and none for one of its actions"
+            message = "pi0_fast's tokens stand for a whole chunk, not for single actions"
             allowed = "chunk_level" if key == "algorithm.reward_type" else "chunk"
             yield Finding(key, message, f"set it to {allowed}", allowed, others=("model.model_type",))
 
@@ -111,7 +111,7 @@ SPEC = ModelSpec(
     max_cameras=3,
     interface=libero_interface,
     sizes="1.3 M (tiny), about 2.9 B",
-    actions="cosine coefficients of the chunk, byte-pair encoded, decoded one after the other",
+    actions="cosine coefficients of the chunk, byte-pair encoded, decoded autoregressively",
     missing_config="give a checkpoint in lerobot's pi0_fast layout",
     checkpoint="lerobot's pi0_fast layout",
     rl="log-probs of action tokens: temperature, top-k",

@@ -1,1 +1,1 @@
-"""A policy behind a server of openpi, GR00T or embodrl, evaluated in our environments."""
+"""A policy behind a server of openpi, GR00T or embodrl, evaluated in embodrl's environments."""

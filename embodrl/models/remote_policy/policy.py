@@ -1,4 +1,4 @@
-"""A policy behind a server, as a policy that acts: no weights, no log-probs, no gradients here.
+"""A policy behind a server, which only acts: no weights, log-probs or gradients here.
 
 Shapes: B batch, C actions run, A action dimensions.
 """
@@ -25,14 +25,7 @@ _T = TypeVar("_T")
 
 
 class ClientThread:
-    """A client in an event loop of its own, for callers in any thread; both end with this object.
-
-    Args:
-        config: section ``model``.
-
-    Raises:
-        RemotePolicyError: see ``Client.connect``.
-    """
+    """Runs a client in its own event loop, for callers in any thread; both end with this object."""
 
     def __init__(self, config: RemoteConfig) -> None:
         loop = asyncio.new_event_loop()
@@ -52,7 +45,7 @@ class ClientThread:
             raise
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for what a coroutine of the client returns."""
+        """Wait for the result of a client coroutine."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
@@ -68,12 +61,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: Clie
 
 
 class RemotePolicy(ActingPolicy):
-    """Chunks of actions of a policy server, for evaluation.
-
-    Args:
-        config: section ``model``.
-        connection: to the server; None where only the shape of the policy is asked for.
-    """
+    """Evaluates action chunks of a policy server; without ``connection`` only the policy's shape is available."""
 
     def __init__(self, config: RemoteConfig, connection: ClientThread | None) -> None:
         super().__init__(config)
@@ -99,12 +87,12 @@ class RemotePolicy(ActingPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Ask the server; ``mode`` is ``eval``, and values are not computed. Log-probs are 0.
+        """Query the server; ``mode`` must be ``eval``. Values are not computed, log-probs are 0.
 
         Raises:
-            RemotePolicyError: in ``train`` mode; the server refused, or is gone; too short a chunk, other action
-                dimensions, or actions that are not finite.
-            WireError: the observation does not fit the keys, or the answer is malformed.
+            RemotePolicyError: ``train`` mode; the server refused or disconnected; or a short chunk, other action
+                dimensions, or non-finite actions.
+            WireError: the observation does not match the keys, or the answer is malformed.
         """
         if mode == "train" or self.connection is None:
             self.refuse()
@@ -119,7 +107,7 @@ def build_remote(
 
     Raises:
         MissingDependencyError: the extra ``serve`` is not installed.
-        RemotePolicyError: the server can't be reached, or does not tell its keys.
+        RemotePolicyError: the server is unreachable, or does not report its keys.
     """
     url = str(config.url)
     if str(device) == "meta":

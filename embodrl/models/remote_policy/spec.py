@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import GrootKeysConfig, ModelConfig, NonNegativeFloat, PositiveFloat
 from embodrl.names import import_object
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SERVE_PROTOCOLS, ModelSpec
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def clients() -> dict[str, Any]:
-    """Return the client of each scheme of a URL, as a class or ``module:Class``; of several, the first one."""
+    """Return the client of each URL scheme, as a class or ``module:Class``; the first one registered wins."""
     found: dict[str, Any] = {}
     for protocol in SERVE_PROTOCOLS.all():
         for scheme in protocol.schemes:
@@ -27,28 +28,28 @@ def clients() -> dict[str, Any]:
 
 
 def client_of(config: RemoteConfig) -> Client:
-    """Return a client of the server, not yet connected."""
+    """Return an unconnected client of the server."""
     assert config.url is not None  # see remote_policy_has_a_url
     kind = clients()[config.url.partition("://")[0]]
     return (import_object(kind) if isinstance(kind, str) else kind)(config)
 
 
 class RemoteConfig(ModelConfig):
-    """A policy that acts elsewhere."""
+    """A policy that runs on a server."""
 
     url: str | None = Field(
         default=None,
-        description="of the server: ws:// or wss:// of openpi, tcp:// or zmq:// of GR00T, http:// or https:// of"
-        " `embodrl serve protocol=http`; its token stands in the environment variable EMBODRL_TOKEN",
+        description="URL of the server: ws:// or wss:// (openpi), tcp:// or zmq:// (GR00T), http:// or https:// of"
+        " `embodrl serve protocol=http`; its token is read from the environment variable EMBODRL_TOKEN",
     )
     keys: GrootKeysConfig = Field(
         default=GrootKeysConfig(),
-        description="keys of pictures, state and instruction, and the parts of GR00T's actions; what is empty is asked"
-        " of the server, which openpi's own does not tell",
+        description="keys of images, state and instruction, and the parts of GR00T's actions; empty ones are requested"
+        " from the server, but openpi's own does not report them",
     )
-    answer_timeout_s: PositiveFloat = Field(default=60.0, description="for the connection, and for each answer")
+    answer_timeout_s: PositiveFloat = Field(default=60.0, description="timeout for the connection, and per answer")
     reconnect_timeout_s: NonNegativeFloat = Field(
-        default=120.0, description="seconds in which a server that is gone is connected to again; 0: not at all"
+        default=120.0, description="period of reconnection attempts after a disconnect; 0: none"
     )
 
 
@@ -57,7 +58,7 @@ RULES = RuleSet()
 
 @RULES.rule("model.model_type", "model.url")
 def remote_policy_has_a_url(context: Context) -> Iterator[Finding]:
-    """The server's address is that of a protocol that has a client here."""
+    """The server's URL scheme has a client."""
     url = context.model(RemoteConfig).url
     schemes = clients()
     allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
@@ -70,7 +71,7 @@ def remote_policy_has_a_url(context: Context) -> Iterator[Finding]:
     except ValueError:
         complete = False
     if not complete:
-        yield Finding("model.url", f"'{url}' is no URL of a policy server", "give scheme, host and port", allowed)
+        yield Finding("model.url", f"'{url}' is not the URL of a policy server", "give scheme, host and port", allowed)
 
 
 @RULES.rule("model.model_type", "model.model_path", "model.stats_path", "model.unnorm_key", "model.lora_path")
@@ -89,8 +90,8 @@ SPEC = ModelSpec(
     settings=RemoteConfig,
     rules=(RULES,),
     value_head=False,
-    sizes="as the server has it",
-    actions="as the server has it",
+    sizes="as on the server",
+    actions="as on the server",
     checkpoint="the server's",
     rl="none: no gradients",
     only_acts="behind a server",

@@ -1,14 +1,12 @@
-"""A small actor on a frozen policy of any family: it corrects actions, chooses noise, or has the last word.
+"""A small actor on a frozen policy of any family: it corrects actions, chooses noise, or chooses the action itself.
 
 Residual: ``a = a_base + s tanh(u)``, Yuan et al. 2024, "Policy Decorator", arXiv 2412.13630. DSRL: the noise that a
 flow policy denoises is ``w = s tanh(u)``, Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space
-Reinforcement Learning", arXiv 2506.15799. RL token: the actor reads
-a compact token of the frozen policy's prefix states and its action, and returns an action of its own (see
-``models.common.rl_token``). In all ``u`` is Gaussian given what the frozen policy makes of an
-observation, which is computed once and kept in the replay buffer in place of pictures.
-
-Shapes: B batch, C actions run, A action dimensions, H actions predicted, D padded action dimensions, G features of the
-frozen policy, S padded state.
+Reinforcement Learning", arXiv 2506.15799. RL token: the actor reads a compact token of the frozen policy's prefix
+states and its action, and returns an action of its own (see ``models.small_actors.rl_token``). In all, ``u`` is
+Gaussian given the frozen policy's features of an observation, which are computed once and stored in the replay buffer
+instead of images. Shapes: B batch, C actions run, A action dimensions, H actions predicted, D padded action dimensions,
+G features of the frozen policy, S padded state.
 """
 
 from __future__ import annotations
@@ -41,19 +39,11 @@ from embodrl.types import CHOSEN, ActMode, Observation, PolicyOutput, SamplingPa
 ACTOR_WEIGHTS = "small_actor.safetensors"
 GREEDY = SamplingParams()
 PREFIX_INPUTS = ("prefix", "prompt_mean")
-"""Of ``model.value_head.input``, those that are the mean of the prefix states."""
+"""Values of ``model.value_head.input`` that mean the average of the prefix states."""
 
 
 class OnFrozenPolicy(GaussianPolicy):
-    """A Gaussian actor whose inputs a frozen policy makes.
-
-    Args:
-        base: the frozen policy.
-        model: the actor's network, of ``spec_of``.
-        config: section ``model``.
-        settings: section ``model.small_actor``.
-        token: the RL token that a ``ReferencePolicy`` reads, frozen as well.
-    """
+    """A Gaussian actor with inputs from the frozen policy ``base``; a ``ReferencePolicy`` also reads ``token``."""
 
     network = GaussianModel
 
@@ -72,13 +62,13 @@ class OnFrozenPolicy(GaussianPolicy):
 
     @classmethod
     def base_config(cls, config: ModelConfig, settings: SmallActorConfig) -> ModelConfig:
-        """Return the configuration of the frozen policy: its critic's place is where features are read."""
+        """Return the configuration of the frozen policy, with a critic in whose place features are read."""
         head = config.value_head.model_copy(update=cls._value_input(config))
         return config.model_copy(update={"add_value_head": True, "value_head": head})
 
     @classmethod
     def _value_input(cls, config: ModelConfig) -> dict[str, str]:
-        """Return what ``model.value_head.input`` has to be, if it matters."""
+        """Return the required ``model.value_head.input``, if it matters."""
         return {}
 
     @classmethod
@@ -91,18 +81,9 @@ class OnFrozenPolicy(GaussianPolicy):
         report: LoadReport,
         seed: int,
     ) -> OnFrozenPolicy:
-        """Return the small actor on a policy with a value head, whose place it takes.
+        """Return the small actor on a policy of ``base_config``, replacing its value head; fills in ``report``.
 
-        Args:
-            base: the policy, of ``base_config``.
-            config: section ``model``.
-            settings: of the actor.
-            directory: directory with its weights; None draws new ones.
-            report: load report of the base, filled in.
-            seed: seed of new weights.
-
-        Raises:
-            CheckpointError: the weights do not fit.
+        ``directory`` has the actor's weights (``CheckpointError`` if they do not fit); None draws new ones.
         """
         head = getattr(base, "value_head", None)
         assert isinstance(head, ValueHead), "the configuration was checked"
@@ -129,7 +110,7 @@ class OnFrozenPolicy(GaussianPolicy):
 
     @classmethod
     def _token(cls, config: ModelConfig, device: torch.device, width: int) -> RLToken | None:
-        """Return what sums up prefix states of ``width`` numbers, if the actor reads it; it is frozen, too."""
+        """Return the frozen token that summarises prefix states of size ``width``, if the actor reads one."""
         return None
 
     @staticmethod
@@ -139,13 +120,13 @@ class OnFrozenPolicy(GaussianPolicy):
 
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return what is stored of an observation: ``seen float32[B,G]``, ``state float32[B,S]``, and what else it is.
+        """Return the stored inputs: ``seen float32[B,G]``, ``state float32[B,S]``, and further ones of the class.
 
         Runs the frozen policy once, without gradients.
         """
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return what was seen, of mean 0 and deviation 1 in each row, and the other inputs, side by side."""
+        """Return ``seen``, standardised per row, concatenated with the other inputs."""
         seen = inputs["seen"].float()
         parts = [F.layer_norm(seen, seen.shape[-1:]), inputs["state"].float()]
         return torch.cat([*parts, *([inputs["base"].float().flatten(1)] if "base" in inputs else [])], -1)
@@ -160,14 +141,14 @@ class OnFrozenPolicy(GaussianPolicy):
         return []
 
     def parts(self) -> dict[str, nn.Module]:
-        """``small_actor``, and the parts of the frozen policy."""
+        """Return ``small_actor`` and the parts of the frozen policy."""
         return {"small_actor": self.model, **self.base.parts()}
 
     def unused_parameters(self) -> list[nn.Parameter]:
         return self.base.unused_parameters()
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write the frozen policy in its family's layout, and the actor beside it."""
+        """Write the frozen policy in its family's layout, with the actor in separate files."""
         with checkpoint.policy_directory(directory) as staging:
             self.base.save_pretrained(staging)
             write_safetensors(staging / ACTOR_WEIGHTS, self.model.state_dict())
@@ -175,7 +156,7 @@ class OnFrozenPolicy(GaussianPolicy):
             self._save_beside(staging)
 
     def _save_beside(self, staging: Path) -> None:
-        """Write what else the actor needs; a residual and chosen noise need nothing."""
+        """Write the actor's other files; a residual and chosen noise have none."""
 
     def _state(self, observation: Observation) -> Tensor:
         return padded_state(observation, self.settings.max_state_dim, "model.small_actor").to(self.device)
@@ -192,7 +173,7 @@ class ResidualPolicy(OnFrozenPolicy):
 
     @torch.no_grad()
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Besides ``seen`` and ``state``, return ``base float32[B,C,A]``: the frozen policy's action."""
+        """Return ``seen``, ``state`` and the frozen policy's action ``base float32[B,C,A]``."""
         output = self.base.predict_action_batch(observation, "eval", GREEDY, compute_values=True)
         assert output.values is not None
         base = torch.from_numpy(output.actions).to(self.device)
@@ -204,7 +185,7 @@ class ResidualPolicy(OnFrozenPolicy):
 
 
 class NoisePolicy(OnFrozenPolicy):
-    """Chooses the noise ``float32[B,1,D]`` that a frozen flow policy begins with at each of its H actions."""
+    """Chooses the initial noise ``float32[B,1,D]`` of a frozen flow policy, shared by its H actions."""
 
     base: FlowPolicy
 
@@ -236,7 +217,7 @@ class NoisePolicy(OnFrozenPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """As of ``GaussianPolicy``; ``forward_inputs`` has the noise, and log-probs are 0."""
+        """As in ``GaussianPolicy``; ``forward_inputs`` has the noise, and log-probs are 0."""
         self.check_mode(mode)
         context = self.base.encode_observation(observation)
         inputs = self._inputs(observation, self.base.prefix_features(context))
@@ -254,14 +235,14 @@ class NoisePolicy(OnFrozenPolicy):
 
 
 class FixedGaussian(TanhGaussian):
-    """As ``TanhGaussian``, without the tanh."""
+    """``TanhGaussian`` without the tanh."""
 
     def log_prob(self, u: Tensor) -> Tensor:
         return torch.distributions.Normal(self.mean, self.std).log_prob(u)
 
 
 class ReferenceActor(GaussianModel):
-    """An MLP and a learned diagonal from the reference, which is all there is at first; of constant deviation."""
+    """An MLP and a learned diagonal of the reference, which alone is active at first; its deviation is constant."""
 
     def __init__(self, spec: GaussianSpec) -> None:
         super().__init__(spec)
@@ -278,7 +259,7 @@ class ReferenceActor(GaussianModel):
 
 
 class ReferencePolicy(OnFrozenPolicy):
-    """Chooses the action, from the RL token, the state and the frozen policy's greedy action, its reference."""
+    """Chooses the action from the RL token, the state and its reference, the frozen policy's greedy action."""
 
     network = ReferenceActor
 
@@ -298,7 +279,7 @@ class ReferencePolicy(OnFrozenPolicy):
 
     @torch.no_grad()
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """``seen`` is ``z_rl float32[B,Z]``; besides it and ``state`` there is ``base float32[B,C,A]``."""
+        """Return ``z_rl`` as ``seen float32[B,Z]``, ``state``, and ``base float32[B,C,A]``."""
         with keep_prefix() as kept:
             output = self.base.predict_action_batch(observation, "eval", GREEDY, compute_values=True)
         base = torch.from_numpy(output.actions).to(self.device)
@@ -308,13 +289,13 @@ class ReferencePolicy(OnFrozenPolicy):
         return u.clamp(-1.0, 1.0)
 
     def without_reference(self, features: Tensor, dropped: Tensor) -> Tensor:
-        """Return features whose reference is zeros in the rows ``dropped bool[B]``."""
+        """Return features with the reference zeroed in the rows ``dropped bool[B]``."""
         numbers = self.num_action_chunks * self.action_dim
         kept = torch.cat([features[:, :-numbers], torch.zeros_like(features[:, -numbers:])], 1)
         return torch.where(dropped[:, None], kept, features)
 
     def parts(self) -> dict[str, nn.Module]:
-        """``small_actor``, ``rl_token``, and the parts of the frozen policy."""
+        """Return ``small_actor``, ``rl_token`` and the parts of the frozen policy."""
         return {**super().parts(), "rl_token": self.token}
 
     def _save_beside(self, staging: Path) -> None:
@@ -345,17 +326,13 @@ def _mlp(chunk: int, dims: int, inputs: int, settings: SmallActorConfig) -> Gaus
 
 
 def prefix_input(config: ModelConfig) -> str:
-    """Return the ``model.value_head.input`` of the family whose features are the mean of the prefix states."""
+    """Return the ``model.value_head.input`` whose features are the mean of the prefix states in this family."""
     known = MODELS.entry(config.model_type).value_inputs or ()
     return next((name for name in PREFIX_INPUTS if name in known), "auto")
 
 
 def _token_of(config: ModelConfig, device: torch.device, width: int) -> RLToken:
-    """Return the RL token beside the frozen policy.
-
-    Raises:
-        CheckpointError: there is none, or it does not fit.
-    """
+    """Load the RL token of the frozen policy; raise ``CheckpointError`` if missing or unfit."""
     if config.model_path is not None:
         return RLToken.load(checkpoint.resolve(config.model_path))
     directory = config.warm_start

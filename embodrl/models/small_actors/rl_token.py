@@ -1,9 +1,8 @@
-"""The RL token: what a frozen VLA makes of images and prompt, as one small vector.
+"""The RL token: a frozen VLA's image and prompt features as one small vector.
 
 Physical Intelligence 2026, "RL Token: Bootstrapping Online RL with Vision-Language-Action Models",
 https://www.pi.website/research/rlt. A transformer reads the VLA's prefix states and a learned query, whose output is
-``z_rl``; a decoder has to reconstruct the states from it. Only the encoder is used once it is trained.
-
+``z_rl``; a decoder has to reconstruct the states from it. After training only the encoder is used.
 Shapes: B batch, P prefix tokens, G width of the VLA, Z size of the token.
 """
 
@@ -36,10 +35,10 @@ class RLTokenSpec:
 
     Attributes:
         width: G.
-        places: P of the longest prompt that it was trained on; tokens beyond count as the last one.
+        places: P of the longest training prompt; later tokens count as the last one.
         size: Z, also the width of encoder and decoder.
-        layers: of each.
-        heads: of their attention.
+        layers: layers of encoder and of decoder.
+        heads: attention heads of both.
     """
 
     width: int
@@ -50,12 +49,7 @@ class RLTokenSpec:
 
 
 class RLToken(nn.Module):
-    """Encoder of prefix states, and the decoder that it is trained with.
-
-    Args:
-        spec: dimensions.
-        facts: what is recorded with it, as JSON.
-    """
+    """Encoder of prefix states, and its training decoder; ``facts`` are recorded with the token as JSON."""
 
     mean: Tensor
     std: Tensor
@@ -73,9 +67,9 @@ class RLToken(nn.Module):
         self.norm = nn.LayerNorm(spec.size)
 
     def standardize(self, hidden: Tensor, mask: Tensor) -> None:
-        """Take the mean of each place and the deviation from it of states ``[N,P,G]``, where ``mask bool[N,P]``.
+        """Set each position's mean and deviation from states ``[N,P,G]``, where ``mask bool[N,P]``.
 
-        Most of what distinguishes states is their place in the prompt, which says nothing of the scene.
+        States differ mostly by their position in the prompt, which says nothing about the scene.
         """
         there = mask[..., None].float()
         self.mean = (hidden.float() * there).sum(0) / there.sum(0).clamp_min(1.0)
@@ -83,36 +77,27 @@ class RLToken(nn.Module):
         self.std = (squares / there.sum()).sqrt().clamp_min(1e-6)
 
     def standardized(self, hidden: Tensor) -> Tensor:
-        """Return states ``float32[B,P,G]`` with mean 0 and deviation 1 at each place, without gradients."""
+        """Return states ``float32[B,P,G]`` with mean 0 and deviation 1 at each position, without gradients."""
         places = torch.arange(hidden.shape[1], device=hidden.device).clamp(max=self.spec.places - 1)
         return (hidden.detach().float() - self.mean[places]) / self.std
 
     def encode(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Return ``z_rl float32[B,Z]``.
-
-        Args:
-            hidden: prefix states ``[B,P,G]`` of the VLA.
-            mask: ``[B,P]``, 0 at padding; None: there is none.
-        """
+        """Return ``z_rl float32[B,Z]`` of prefix states ``hidden [B,P,G]``; ``mask [B,P]`` is 0 at padding."""
         tokens = self._tokens(self.standardized(hidden))
         x = torch.cat([tokens, self.query.expand(len(tokens), 1, -1)], 1)
         ignored = None if mask is None else F.pad(mask == 0, (0, 1), value=False)
         return self.norm(self.encoder(x, src_key_padding_mask=ignored)[:, -1])
 
     def reconstruction_loss(self, hidden: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
-        """Return the mean squared error of the reconstructed states, as shares of their variance at each place.
+        """Return the mean squared error of the reconstructed states, relative to their variance at each position.
 
-        The decoder sees ``z_rl`` and the states before the one that it predicts (equation 2 of the paper).
-
-        Args:
-            hidden: as of ``encode``.
-            mask: likewise.
-            kept: ``bool[B,P]``, states that the decoder may see; the paper shows it all.
+        The decoder sees ``z_rl`` and, of the states before the predicted one, those in ``kept bool[B,P]`` (all in the
+        paper; equation 2). For ``hidden`` and ``mask`` see ``encode``.
         """
         return self.decoding_loss(self.encode(hidden, mask), hidden, mask, kept)
 
     def decoding_loss(self, z: Tensor, hidden: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
-        """As ``reconstruction_loss``, from a given ``z_rl float32[B,Z]``."""
+        """Return ``reconstruction_loss`` for a given ``z_rl float32[B,Z]``."""
         targets = self.standardized(hidden)
         seen = self._tokens(targets * kept[..., None])
         x = torch.cat([z[:, None], seen[:, :-1]], 1)
@@ -131,12 +116,7 @@ class RLToken(nn.Module):
 
     @classmethod
     def load(cls, directory: Path) -> RLToken:
-        """Return the token in a policy directory.
-
-        Raises:
-            CheckpointError: there is none, or its weights do not fit.
-            PolicyFileError: its dimensions are damaged.
-        """
+        """Load the token in a policy directory; raise ``CheckpointError`` if missing or damaged."""
         hint = "train one: embodrl model token POLICY DATA --output DIR"
         if not (directory / TOKEN_CONFIG).is_file() or not (directory / TOKEN_WEIGHTS).is_file():
             raise CheckpointError(f"{directory} has no RL token", hint, code="rl-token-missing")
@@ -147,8 +127,8 @@ class RLToken(nn.Module):
         sizes = {name: fields.integer(name, low=1, high=2**14) for name in ("width", "places", "size")}
         sizes |= {name: fields.integer(name, low=1, high=64) for name in ("layers", "heads")}
         if sizes["size"] % sizes["heads"]:
-            fields.refuse("'size' is no multiple of 'heads'")
-        with torch.device("meta"):  # until the weights are known to have these sizes
+            fields.refuse("'size' is not a multiple of 'heads'")
+        with torch.device("meta"):  # until the weights' sizes are checked
             token = cls(RLTokenSpec(**sizes), fields.fields("facts", {}).content)
         try:
             with readable(directory / TOKEN_WEIGHTS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from embodrl.models.small_actors.rules import RLT_RULES, RULES
+from embodrl.models.small_actors.settings import RltConfig
 from embodrl.specs import FunctionSpec, SmallActorSpec, VerbSpec
 
 RESIDUAL = SmallActorSpec(
@@ -22,18 +23,19 @@ RLT = SmallActorSpec(
     target="embodrl.models.small_actors.on_frozen:ReferencePolicy",
     description="chooses the action near the frozen policy's, from an RL token",
     rules=(RULES,),
-    engine="embodrl.hybrid_engines.training.rlt:RltEngine",
+    update="embodrl.learners.rlt:RltUpdate",
 )
 VERB = VerbSpec(
     name="model.token",
     target="embodrl.cli.model_token:token",
-    description="Train an RL token of a frozen VLA: one small vector of what it makes of pictures and prompt"
+    description="Train an RL token of a frozen VLA: one small vector that summarises images and prompt"
     " (algorithm=rlt).",
 )
 RLT_LOSS = FunctionSpec(
     name="rlt",
     target="embodrl.algorithms.rlt:rlt",
-    description="a small actor on an RL token of a frozen policy, held near the policy's actions",
+    description="a small actor on an RL token of a frozen policy, kept near the policy's actions",
     off_policy=True,
+    settings=RltConfig,
     rules=(RLT_RULES,),
 )

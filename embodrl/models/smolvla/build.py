@@ -1,4 +1,4 @@
-"""From a ModelConfig to a SmolVLA policy: a checkpoint in lerobot's layout, or the tiny size."""
+"""Builds a SmolVLA policy from a ModelConfig: a checkpoint in lerobot's layout, or the tiny size."""
 
 from __future__ import annotations
 
@@ -28,14 +28,7 @@ _SIZES = ("siglip", "vlm", "expert", "scale_factor", "max_action_dim", "action_h
 def build_smolvla(
     config: SmolVlaModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[SmolVlaPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
-
-    With ``model_path`` it is a checkpoint in lerobot's layout, from a directory or the Hugging Face hub. Without, it
-    has the dimensions of ``smolvla`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
-    ``device``.
-
-    Arguments and errors as of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()

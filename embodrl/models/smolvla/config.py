@@ -1,7 +1,7 @@
-"""Dimensions of SmolVLA, and what config.json says of them in lerobot's layout.
+"""Dimensions of SmolVLA, and its config.json in lerobot's layout.
 
-lerobot's file names the vision-language model by its hub id and leaves its dimensions to that repository, so those of
-the published ones stand here. A policy that embodrl writes has everything under the key ``embodrl``.
+lerobot's file names the vision-language model by its hub id without dimensions, so those of the published ones are
+defined here. A policy written by embodrl has everything under the key ``embodrl``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from embodrl.models.smolvla.spec import SmolVlaArchitectureConfig
 
 @dataclass(frozen=True)
 class VlmSpec:
-    """A published SmolVLM2: vision, language (all its layers), patches merged along a side, rows of the embedding."""
+    """A published SmolVLM2: vision, language (all layers), patches merged per side, embedding rows."""
 
     siglip: SiglipSpec
     language: GemmaSpec
@@ -49,21 +49,21 @@ class SmolVlaConfig:
     """A SmolVLA.
 
     Attributes:
-        siglip: vision.
-        vlm: the language model, cut to the layers that are used.
-        expert: the action expert.
-        scale_factor: this many patches along each side become one token.
-        vocab_size: rows of the embedding.
-        self_attention_every: in every n-th layer of the VLM actions see each other; 0: in none.
-        cross_attention: False: all layers are such.
+        siglip: vision transformer.
+        vlm: language model, cut to the used layers.
+        expert: action expert.
+        scale_factor: patches along each side of a token.
+        vocab_size: embedding rows.
+        self_attention_every: actions see each other in every n-th layer of the VLM; 0: in none.
+        cross_attention: False if all layers are self-attention.
         expert_every: every n-th layer of the VLM has a layer of the expert.
-        max_state_dim: states are padded to it.
-        max_action_dim: actions are padded to it (D).
-        action_horizon: actions predicted (H).
-        max_prompt_tokens: prompts are padded to it (L).
-        num_steps: denoising steps that the checkpoint names.
+        max_state_dim: padded size of states.
+        max_action_dim: padded size of actions (D).
+        action_horizon: number of predicted actions (H).
+        max_prompt_tokens: padded length of prompts (L).
+        num_steps: denoising steps in the checkpoint.
         vlm_name: hub id of the VLM, whose tokenizer is needed.
-        cameras: names of the pictures, in order; () where not known.
+        cameras: image names in order; () if unknown.
     """
 
     siglip: SiglipSpec
@@ -88,7 +88,7 @@ class SmolVlaConfig:
         return self.siglip.num_patches // self.scale_factor**2
 
     def is_cross(self, place: int) -> bool:
-        """Tell whether the expert's layer at that layer of the VLM attends to the VLM alone."""
+        """Return whether the expert's layer at this VLM layer attends only to the VLM."""
         every = self.self_attention_every
         return self.cross_attention and not (every > 0 and place % every == 0)
 
@@ -112,25 +112,24 @@ class SmolVlaConfig:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """Return what stands under ``embodrl`` in config.json."""
+        """Return embodrl's section of config.json."""
         return {**asdict(self), "cameras": list(self.cameras)}
 
     @staticmethod
     def read(path: Path) -> SmolVlaConfig:
-        """Read config.json of lerobot's layout, or of ours.
+        """Read config.json in lerobot's or embodrl's layout.
 
-        Raises:
-            CheckpointError: it is of another model, invalid, or uses what is not supported.
+        Raises ``CheckpointError`` if it is another model's, invalid, or uses an unsupported feature.
         """
         raw = read_file(path)
         check_family(raw, ("smolvla",))
         if raw.text("type", "") != "smolvla":
-            raw.refuse(f"it is not of a SmolVLA: type is {raw.content.get('type')!r}")
+            raw.refuse(f"it is not a SmolVLA: type is {raw.content.get('type')!r}")
         return _own(raw.fields(OWN_SECTION)) if OWN_SECTION in raw else _lerobot(raw)
 
 
 def expert_mlp_dim(width: int) -> int:
-    """Return the hidden units of the expert: 8/3 of its width, rounded up to a multiple of 256."""
+    """Return the expert's hidden units: 8/3 of its width, rounded up to a multiple of 256."""
     return 256 * -(-int(4 * int(2 * width / 3)) // 256)
 
 

@@ -1,6 +1,6 @@
-"""SmolVLA's checkpoints in lerobot's layout: names of weights, statistics, processor files, tokenizer.
+"""SmolVLA checkpoints in lerobot's layout: weight names, statistics, processor files, tokenizer.
 
-lerobot from 0.4 keeps statistics in files that policy_preprocessor.json names; before, they were buffers among the
+lerobot from 0.4 keeps statistics in files named by policy_preprocessor.json; before, they were buffers among the
 weights (``normalize_inputs.buffer_observation_state.mean``), some with the robot in the name.
 """
 
@@ -43,7 +43,7 @@ _BUFFER = re.compile(
 
 
 def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return, of the names in a checkpoint, what they are called here and which are not used, with reasons."""
+    """Return aliases (checkpoint name -> name here) and ignored checkpoint names with reasons."""
     aliases: dict[str, str] = {}
     ignore: dict[str, str] = {}
     for name in stored:
@@ -60,7 +60,7 @@ def aliases_and_ignored(stored: Collection[str]) -> tuple[dict[str, str], dict[s
 
 
 def layers(config: SmolVlaConfig) -> dict[str, int]:
-    """Return the numbers of layers by what the names of their tensors begin with."""
+    """Return the number of layers by tensor name prefix."""
     return {
         f"{_TOWER}encoder.layers.": config.siglip.depth,
         "vlm_with_expert.vlm.model.text_model.layers.": config.vlm.depth,
@@ -74,15 +74,14 @@ def public_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def public_name(name: str) -> str:
-    """Return lerobot's name of a weight or module of the network."""
+    """Return lerobot's name of a weight or module."""
     return PREFIX + name.replace(_TOWER, _VISION)
 
 
 def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, Fields], Normalization]:
-    """Return the sets of statistics by name (openpi's layout of a set), and how they are used.
+    """Return the sets of statistics by name (openpi's layout of a set), and their normalisation methods.
 
-    Raises:
-        CheckpointError: a file is corrupt, or names a method that is not supported.
+    Raises ``CheckpointError`` if a file is corrupt or names an unsupported method.
     """
     sets, methods = read_lerobot(directory)
     if methods is not None:
@@ -103,10 +102,9 @@ def _buffers(files: Sequence[Path]) -> dict[str, Fields]:
 
 
 def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
-    """Return the tokenizer in a checkpoint's directory, or that of its VLM from the hub: lerobot leaves it out.
+    """Return a checkpoint's tokenizer, or its VLM's from the hub: lerobot omits it.
 
-    Raises:
-        CheckpointError: it is not there and can't be fetched, is corrupt, or of another model.
+    Raises ``CheckpointError`` if it is corrupt, another model's, or missing and can't be fetched.
     """
     path = directory / JSON_FILE
     if not path.is_file():
@@ -121,7 +119,7 @@ def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
 def write_config(
     directory: Path, config: SmolVlaConfig, action_dim: int, state_dim: int, own_section: bool = True
 ) -> None:
-    """Write config.json with lerobot's keys, and ``embodrl`` with everything, which lerobot refuses."""
+    """Write config.json with lerobot's keys, and optionally ``embodrl`` with everything, which lerobot refuses."""
     size = config.siglip.image_size
     cameras = config.cameras or ("observation.images.camera1",)
     inputs: dict[str, object] = {name: {"type": "VISUAL", "shape": [3, size, size]} for name in cameras}
@@ -151,7 +149,7 @@ def write_config(
 
 
 def write_processors(directory: Path, config: SmolVlaConfig, stats: PiStats, action_dim: int, state_dim: int) -> None:
-    """Write policy_preprocessor.json and policy_postprocessor.json with the statistics that they name."""
+    """Write policy_preprocessor.json and policy_postprocessor.json with their statistics."""
     features = {
         "observation.state": {"type": "STATE", "shape": [state_dim]},
         "action": {"type": "ACTION", "shape": [action_dim]},

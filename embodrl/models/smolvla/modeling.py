@@ -1,13 +1,12 @@
 """SmolVLA's network (Shukor et al., "SmolVLA", 2025, arXiv 2506.01844), with lerobot's parameter names.
 
-SmolVLM2 (SigLIP, a pixel shuffle and the lower layers of SmolLM2) encodes pictures, prompt and state; a narrower
-transformer, the action expert, denoises a chunk of actions. Every second of its layers attends to the VLM's keys and
-values of the same layer and to the actions before (self-attention); the layers between attend to the VLM's alone,
-through projections of their own (cross-attention).
-
-Nothing before the actions depends on them or on the noise level, so the VLM's keys and values are computed once per
-chunk (``SmolContext``). Shapes: B batch, V cameras, N tokens of a camera, L prompt tokens, P all tokens before the
-actions, W the VLM's width, E the expert's, G key-value heads, K head dimension, H actions, D padded action dimensions.
+SmolVLM2 (SigLIP, a pixel shuffle and the lower layers of SmolLM2) encodes images, prompt and state; a narrower
+transformer, the action expert, denoises an action chunk. Every second expert layer attends to the VLM's keys and values
+of the same layer and to earlier actions (self-attention); the layers in between attend only to the VLM's, through their
+own projections (cross-attention). Nothing before the actions depends on them or on the noise level, so the VLM's keys
+and values are computed once per chunk (``SmolContext``).
+Shapes: B batch, V cameras, N tokens of a camera, L prompt tokens, P all tokens before the actions, W the VLM's width,
+E the expert's, G key-value heads, K head dimension, H actions, D padded action dimensions.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ RMS_NORM_EPS = 1e-5
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions; the keys and values of other tokens may come before its own.
+    """Grouped-query attention with rotary positions; keys and values of other tokens may precede its own.
 
-    Args:
-        spec: dimensions.
-        source: width of what keys and values are made of; None: the tokens themselves.
+    ``source`` is the width of the tokens behind keys and values; None for the tokens themselves.
     """
 
     def __init__(self, spec: GemmaSpec, source: int | None = None) -> None:
@@ -53,12 +50,12 @@ class SelfAttention(nn.Module):
         return _rotated(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
 
     def projected(self, known: KeysValues) -> KeysValues:
-        """Return keys and values made of another network's ``[B,G,P,K]``; they are not rotated again."""
+        """Return keys and values projected from another network's ``[B,G,P,K]``, without rotating again."""
         keys, values = (x.transpose(1, 2).flatten(2) for x in known)
         return self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
 
     def forward(self, x: Tensor, rope: Rotary, known: KeysValues, mask: Tensor | None) -> Tensor:
-        """``[B,S,W]`` to ``[B,S,W]``, attending to ``known``."""
+        """Map ``[B,S,W]`` to ``[B,S,W]``, attending to ``known``."""
         queries = _rotated(self._heads(self.q_proj(x)), rope)
         return self.o_proj(attention(queries, *known, mask).transpose(1, 2).flatten(2))
 
@@ -81,7 +78,7 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(spec.width, spec.mlp_dim)
 
     def keys_values(self, x: Tensor, rope: Rotary) -> KeysValues:
-        """Return only the keys and values, for a layer whose output is not needed."""
+        """Return only the keys and values, for a layer whose output is unused."""
         return self.self_attn.keys_values(self.input_layernorm(x), rope)
 
     def forward(
@@ -91,9 +88,9 @@ class DecoderLayer(nn.Module):
 
         Args:
             x: ``[B,S,W]``.
-            rope: of their positions.
-            mask: ``bool``, broadcastable to ``[B,1,S,S]`` or, with ``past``, to ``[B,1,S,P+S]`` (of a cross-attention
-                ``[B,1,S,P]``); None: all are seen.
+            rope: rotary embedding of the tokens.
+            mask: ``bool``, broadcastable to ``[B,1,S,S]`` or, with ``past``, to ``[B,1,S,P+S]`` (cross-attention
+                ``[B,1,S,P]``); None lets tokens see everything.
             past: keys and values of the VLM.
         """
         normed = self.input_layernorm(x)
@@ -109,7 +106,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(LayerStack):
-    """The VLM's language model, or the expert; ``sources`` has for every layer the ``source`` of its attention."""
+    """The VLM's language model, or the expert; ``sources`` has each layer's attention ``source``."""
 
     def __init__(self, spec: GemmaSpec, vocab_size: int | None, sources: list[int | None]) -> None:
         super().__init__(spec, vocab_size, (DecoderLayer(spec, source) for source in sources))
@@ -124,7 +121,7 @@ class Decoder(LayerStack):
 
 
 class Projection(nn.Module):
-    """A level of names."""
+    """Nesting level of parameter names."""
 
     def __init__(self, wide: int, width: int) -> None:
         super().__init__()
@@ -132,7 +129,7 @@ class Projection(nn.Module):
 
 
 class Connector(nn.Module):
-    """Vision features to language embeddings, ``scale`` x ``scale`` neighbouring patches to one token."""
+    """Projects vision features to language embeddings, ``scale`` x ``scale`` neighbouring patches per token."""
 
     def __init__(self, vision_width: int, width: int, scale: int) -> None:
         super().__init__()
@@ -140,7 +137,7 @@ class Connector(nn.Module):
         self.modality_projection = Projection(vision_width * scale**2, width)
 
     def forward(self, features: Tensor) -> Tensor:
-        """``[B,N*scale^2,*]`` of a square grid to ``[B,N,W]`` (pixel shuffle, then a linear layer)."""
+        """Map ``[B,N*scale^2,*]`` of a square grid to ``[B,N,W]`` (pixel shuffle, then a linear layer)."""
         batch, patches, _ = features.shape
         side = math.isqrt(patches)
         scale = self.scale
@@ -149,7 +146,7 @@ class Connector(nn.Module):
 
 
 class SmolVlm(nn.Module):
-    """SmolVLM2 without its output layer, cut to the layers that are used."""
+    """SmolVLM2 without its output layer, cut to the used layers."""
 
     def __init__(self, config: SmolVlaConfig) -> None:
         super().__init__()
@@ -159,7 +156,7 @@ class SmolVlm(nn.Module):
 
 
 class _Vlm(nn.Module):
-    """A level of names."""
+    """Nesting level of parameter names."""
 
     def __init__(self, config: SmolVlaConfig) -> None:
         super().__init__()
@@ -167,7 +164,7 @@ class _Vlm(nn.Module):
 
 
 class VlmWithExpert(nn.Module):
-    """A level of names."""
+    """Nesting level of parameter names."""
 
     def __init__(self, config: SmolVlaConfig) -> None:
         super().__init__()
@@ -180,16 +177,16 @@ class VlmWithExpert(nn.Module):
 
 @dataclass
 class SmolContext:
-    """What denoising needs of an observation, computed once.
+    """Encoded observation, computed once for all denoising steps.
 
     Attributes:
         cache: keys and values ``[B,G,P,K]`` of every layer of the VLM.
         last_input: ``[B,P,W]``, input of the VLM's last layer.
-        prefix_rope: of the tokens before the actions.
-        prefix_mask: ``bool[B,1,P,P]``, True where a token before the actions may look.
+        prefix_rope: rotary embedding of the tokens before the actions.
+        prefix_mask: ``bool[B,1,P,P]``, True where a token before the actions may attend.
         valid: ``bool[B,P]``, False at padding.
-        rope: of the actions, after the tokens before them (self-attention).
-        cross_rope: of the actions, counted from 0 (cross-attention).
+        rope: rotary embedding of the actions, after the tokens before them (self-attention).
+        cross_rope: rotary embedding of the actions, counted from 0 (cross-attention).
     """
 
     cache: list[KeysValues]
@@ -230,13 +227,13 @@ class SmolVlaModel(ExpertNetwork):
         return Towers(self.vlm.vision_tower, self.vlm.connector, self.vlm.text_model, self.expert)
 
     def embed_images(self, pixels: Tensor) -> Tensor:
-        """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
+        """Map ``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
         features = self.vlm.vision_tower(pixels.flatten(0, 1).to(self.dtype))
         tokens = self.vlm.connector(features) * math.sqrt(self.config.vlm.width)
         return tokens.unflatten(0, (len(pixels), -1)).flatten(1, 2)
 
     def encode(self, pixels: Tensor, ids: Tensor, prompt_mask: Tensor, state: Tensor) -> SmolContext:
-        """Run everything that comes before the actions.
+        """Encode everything before the actions.
 
         Args:
             pixels: ``[B,V,3,h,w]`` in [-1, 1].
@@ -254,7 +251,7 @@ class SmolVlaModel(ExpertNetwork):
         valid = torch.cat(
             [prompt_mask.new_ones(x.shape[0], images.shape[1]), prompt_mask, prompt_mask.new_ones(x.shape[0], 1)], dim=1
         )
-        # Pictures and prompt see each other; the state sees them, and nothing before the actions sees the state.
+        # Images and prompt see each other; the state sees them, and nothing before the actions sees the state.
         mask = valid[:, None, None].repeat(1, 1, x.shape[1], 1)
         mask[:, :, :-1, -1] = False
         positions = valid.cumsum(dim=1) - 1
@@ -273,7 +270,7 @@ class SmolVlaModel(ExpertNetwork):
         return SmolContext(cache, x, rope, mask, valid, *ropes)
 
     def prefix_hidden(self, context: SmolContext) -> Tensor:
-        """Return the VLM's final hidden states ``[B,P,W]``, whose last layer nothing else needs."""
+        """Return the VLM's final hidden states ``[B,P,W]``; nothing else needs its last layer."""
         text = self.vlm.text_model
         x, _ = text.run(text.layers[-1], context.last_input, context.prefix_rope, context.prefix_mask)
         return text.norm(x)

@@ -30,16 +30,7 @@ from embodrl.models.smolvla.processing import SmolProcessor
 
 
 class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
-    """A chunk of actions denoised by the action expert.
-
-    Args:
-        model: the network.
-        processor: makes its inputs.
-        stats: statistics of the robot.
-        config: section ``model``.
-        value_head: the critic, by default on pictures, prompt and state.
-        noise_head: for Flow-Noise.
-    """
+    """Denoises an action chunk with the action expert; the critic reads by default images, prompt and state."""
 
     one_file = True
 
@@ -65,16 +56,16 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
         self.robot_stats = stats
 
     def encode(self, inputs: dict[str, Tensor]) -> SmolContext:
-        """Run pictures, prompt and state once per chunk."""
+        """Encode images, prompt and state once per chunk."""
         pixels = self.processor.pixels(inputs["images"])
         return self.model.encode(pixels, inputs["input_ids"], inputs["attention_mask"], inputs["state"])
 
     def prefix_features(self, context: SmolContext) -> Tensor:
-        """Return the mean ``[B,W]`` of the VLM's final hidden states over pictures, prompt and state."""
+        """Return the mean ``[B,W]`` of the VLM's final hidden states over images, prompt and state."""
         return masked_mean(self.model.prefix_hidden(context), context.valid)
 
     def loss_action_dims(self) -> int:
-        """lerobot leaves the padded dimensions out of the loss."""
+        """Return A: lerobot excludes padded dimensions from the loss."""
         return self.action_dim
 
     def public_name(self, module: str) -> str:
@@ -111,11 +102,10 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
         return self.processor.tokenizer.vocab_size, self.model.config.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
-        """Return the weights under the names of the public layout, with adapters merged."""
         return files.public_state(merged_state_dict(self.model, deferred=True))
 
     def write_files(self, directory: Path, own_section: bool = True) -> None:
-        """Write what ``save_pretrained`` writes beside the weights; lerobot reads no section of ours in config.json."""
+        """Write the files besides the weights; lerobot rejects embodrl's section in config.json."""
         config = self.model.config
         stats = self.robot_stats
         state = fields_of(stats.raw, stats.key).fields("state", {})

@@ -21,13 +21,7 @@ MAX_CAMERAS = 8
 
 
 class SmolProcessor:
-    """Prompts and states; pictures stay as they are until they are encoded.
-
-    Args:
-        tokenizer: of the VLM.
-        config: sizes.
-        state: statistics of the state; None leaves it as it is.
-    """
+    """Prepares prompts and states; images are resized when encoded. Without ``state`` states stay unchanged."""
 
     def __init__(self, tokenizer: TextTokenizer, config: SmolVlaConfig, state: Scaling | None) -> None:
         self.tokenizer = tokenizer
@@ -36,14 +30,14 @@ class SmolProcessor:
         self._prompts: dict[str, list[int]] = {}
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
-        """Return inputs on a device.
+        """Return inputs on ``device``.
 
         Returns:
-            ``images uint8[B,V,H,W,3]`` as the cameras gave them, ``input_ids int64[B,L]`` and
-            ``attention_mask bool[B,L]`` (padded on the right), ``state float32[B,max_state_dim]``.
+            ``images uint8[B,V,H,W,3]`` at camera resolution, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``
+            (padded on the right), ``state float32[B,max_state_dim]``.
 
         Raises:
-            EmbodrlError: too many cameras, too large a state, or a prompt that does not fit.
+            EmbodrlError: too many cameras, a state that is too large, or a prompt that does not fit.
         """
         batch, cameras = observation.images.shape[:2]
         check_cameras(cameras, len(self.config.cameras) or MAX_CAMERAS)
@@ -53,7 +47,7 @@ class SmolProcessor:
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
         mask = torch.arange(self.config.max_prompt_tokens)[None] < lengths[:, None]
-        copied = np.array(observation.images, order="C")  # the source may be a buffer that is used again
+        copied = np.array(observation.images, order="C")  # copy, since the source may be a reused buffer
         return {
             "images": torch.from_numpy(copied).to(device),
             "input_ids": ids.to(device),
@@ -62,9 +56,9 @@ class SmolProcessor:
         }
 
     def pixels(self, images: Tensor) -> Tensor:
-        """``uint8[B,V,H,W,3]`` to ``float32[B,V,3,h,w]`` in [-1, 1].
+        """Map ``uint8[B,V,H,W,3]`` to ``float32[B,V,3,h,w]`` in [-1, 1].
 
-        Proportions are kept, bars are at the left and at the top; bilinear without antialiasing, in float, as lerobot.
+        Aspect ratios are kept with bars at left and top; bilinear without antialiasing, in float, as in lerobot.
         """
         size = self.config.siglip.image_size
         batch, cameras, height, width, _ = images.shape
@@ -92,7 +86,7 @@ class SmolProcessor:
         return torch.from_numpy(np.pad(values, [(0, 0), (0, room - dims)]).astype(np.float32))
 
     def _prompt(self, instruction: str) -> list[int]:
-        """Return the ids of the instruction and a line feed; too long ones are refused, where lerobot cuts them."""
+        """Return the ids of the instruction and a line feed; too long ones are refused, where lerobot truncates."""
         if instruction not in self._prompts:
             ids = self.tokenizer.encode(with_line_feed(instruction))
             check_prompt(instruction, len(ids), self.config.max_prompt_tokens, "shorten the instruction")

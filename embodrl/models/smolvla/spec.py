@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.models.flow.flow_spec import (
     WHOLE_PICTURES,
@@ -17,28 +17,29 @@ from embodrl.models.flow.flow_spec import (
     flow_family,
     vlm_fits,
 )
+from embodrl.rule_set import Finding, RuleSet
 
 
 class SmolVlaArchitectureConfig(Section):
-    """Dimensions of a SmolVLA built without a checkpoint."""
+    """Dimensions of a SmolVLA without a checkpoint."""
 
     image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size * scale_factor")
     patch_size: PositiveInt = Field(default=8, description="pixels")
-    scale_factor: PositiveInt = Field(default=2, description="this many patches along each side become one token")
+    scale_factor: PositiveInt = Field(default=2, description="patches along each side of a token")
     siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
     depth: PositiveInt = Field(default=4, description="layers of the language model and of the action expert")
     num_heads: PositiveInt = Field(default=4, description="query heads of both")
     num_kv_heads: PositiveInt = Field(default=2, description="key and value heads of both; divides num_heads")
-    head_dim: PositiveInt = Field(default=32, description="of both; even, since rotary embeddings turn pairs")
+    head_dim: PositiveInt = Field(default=32, description="head dimension of both; even, for rotary embeddings")
     vlm_width: PositiveInt = Field(default=128, description="language model hidden size")
     vlm_mlp_dim: PositiveInt = Field(default=384, description="language model MLP size")
     expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
     expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
     vocab_size: PositiveInt | None = Field(
-        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
+        default=None, description="embedding rows, at least the tokenizer's tokens; null: exactly those"
     )
-    max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
-    action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
+    max_action_dim: PositiveInt = Field(default=32, description="actions and states are zero-padded to this size")
+    action_horizon: PositiveInt = Field(default=5, description="predicted actions; the first num_action_chunks are run")
     max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
 
 
@@ -55,7 +56,7 @@ RULES = RuleSet()
 
 @RULES.rule("model.model_type", "model.model_path", "model.smolvla", "model.num_action_chunks", "model.action_dim")
 def smolvla_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny SmolVLA."""
+    """In a tiny SmolVLA patches tile the image and merge evenly, heads divide widths, and actions fit."""
     config = context.config
     base = "model.smolvla"
     if config.model.model_path is not None:

@@ -1,4 +1,4 @@
-"""What a launcher is."""
+"""The interface of launchers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from embodrl.scheduler.worker import Worker
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What a call gave.
-
-    Attributes:
-        value: its result.
-        seconds: wall time in the worker.
-    """
+    """Return value of a call, and its wall time in the worker in seconds."""
 
     value: object
     seconds: float
@@ -35,18 +30,14 @@ class CallOutcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A worker to bring up.
+    """A worker to start.
 
     Attributes:
-        worker_class: importable by name.
-        kwargs: keyword arguments of its constructor.
-        group: name.
-        world_size: workers of the group.
-        place: where.
+        worker_class: class, importable by name.
         rendezvous: address for ``torch.distributed``.
         channels: channels by name, made by the same launcher.
         log_dir: directory of its output; None keeps it for error messages only.
-        restarts: it can be replaced, as no other worker waits for it.
+        restarts: the worker can be replaced, since no other worker waits for it.
     """
 
     worker_class: type[Worker]
@@ -61,62 +52,57 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """From 0."""
         return self.place.rank
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """Name in messages."""
         return f"{self.group}[{self.rank}]"
 
     @property
     def class_path(self) -> str:
-        """``module:Class``, which another process imports.
-
-        Raises:
-            EmbodrlError: no other process could.
-        """
+        """Import path ``module:Class``; raises EmbodrlError if another process can't import the class."""
         module = self.worker_class.__module__
         name = self.worker_class.__qualname__
         if module == "__main__" or "<" in name or "." in name:
             raise EmbodrlError(
                 f"the class {name} of {module} can't be imported by another process",
-                "define it at the top of a module, not in the program that is run, or use the launcher 'inline'",
+                "define it at the top of a module, not in the main script, or use the launcher 'inline'",
                 code="worker-class",
             )
         return f"{module}:{name}"
 
 
 class Running(ABC):
-    """A worker that was started; calls are answered in their order."""
+    """A started worker, which answers calls in order."""
 
     @abstractmethod
     def started(self) -> Future[CallOutcome]:
-        """Return what becomes true once the worker's constructor has returned."""
+        """Return a future that completes once the worker's constructor has returned."""
 
     @abstractmethod
     def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[CallOutcome]:
-        """Begin a call; the future gets its outcome, or a WorkerError."""
+        """Start a call; the future gets its outcome, or a WorkerError."""
 
     @abstractmethod
     def explain_delay(self) -> str:
-        """Return what is known of a worker that does not answer: its stack, what it printed last."""
+        """Return diagnostics of an unresponsive worker: its stack and last output."""
 
     @abstractmethod
     def close(self, grace_s: float) -> None:
-        """Ask it to end, and end it if it does not within some seconds."""
+        """Ask the worker to end, and kill it if it has not after some seconds."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once, with what it started."""
+        """Kill the worker and its child processes at once."""
 
     def give_up(self, reason: str) -> None:
-        """End it as one that hangs: its calls fail with the reason."""
+        """End the worker as hung: its calls fail with the reason."""
         self.kill()
 
 
 class Launcher(ABC):
-    """Brings up workers and makes the channels between them."""
+    """Starts workers and makes the channels between them."""
 
     @classmethod
     def for_run(
@@ -128,28 +114,23 @@ class Launcher(ABC):
     ) -> Launcher:
         """Return the launcher of a run.
 
-        Args:
-            places: places of all processes that it will start.
-            simulators: number of simulator processes that these will start, by machine of the placement.
-            cluster: section ``cluster``.
-            limits: times after which a worker counts as hung.
+        ``simulators`` is the number of simulator processes that the processes in ``places`` will start, by machine of
+        the placement.
 
         Raises:
             MissingDependencyError: a package is missing.
-            EmbodrlError: what the launcher asks for is not available.
+            EmbodrlError: a requested resource is not available.
         """
         return cls()
 
     @abstractmethod
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
-        """Bring up a worker; does not wait for its constructor.
+        """Start a worker without waiting for its constructor.
 
-        Args:
-            job: what to bring up.
-            on_death: called, from any thread, if it ends without being asked to.
+        ``on_death`` is called, from any thread, if the worker ends without being asked to.
 
         Raises:
-            EmbodrlError: it can't be.
+            EmbodrlError: the worker can't be started.
         """
 
     @abstractmethod
@@ -157,23 +138,19 @@ class Launcher(ABC):
         """Return a channel that the workers of this launcher can share."""
 
     def prepare(self, places: Sequence[ProcessPlace]) -> None:  # noqa: B027 - most need nothing
-        """Reserve what the places of a group need, unless that has been done.
-
-        Raises:
-            EmbodrlError: it is not available.
-        """
+        """Reserve resources for the places of a group; raises EmbodrlError if they are not available."""
 
     def rendezvous(self, group: str) -> str:
         """Return an ``init_method`` for the workers of a group; "" if the workers agree on one themselves."""
         return ""
 
     def address(self) -> str:
-        """Return a ``tcp://HOST:PORT`` of this process with a free port, which all workers of the launcher reach."""
+        """Return a ``tcp://HOST:PORT`` of this process with a free port, reachable from all workers of the launcher."""
         return f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the launcher holds; its workers are closed already."""
+        """Release the launcher's resources; its workers are already closed."""
 
 
 class RendezvousFiles:
@@ -183,14 +160,12 @@ class RendezvousFiles:
         self._directory = tempfile.TemporaryDirectory(prefix="embodrl-")
 
     def init_method(self, group: str) -> str:
-        """Return the ``init_method`` of a group."""
         directory = Path(self._directory.name)
-        # A run of weeks outlives what a machine keeps in its temporary directory.
+        # A run of weeks outlives the files in a machine's temporary directory.
         directory.mkdir(mode=0o700, exist_ok=True)
         return f"file://{directory / group}"
 
     def close(self) -> None:
-        """Remove the files."""
         self._directory.cleanup()
 
 
@@ -198,7 +173,7 @@ def free_port(host: str = "") -> int:
     """Return an unused port."""
     with socket.socket() as free:
         free.bind((host, 0))
-        # Another program may take the port before it is used; the one that then can't listen reports it.
+        # Another program may take the port first; the process that then can't listen reports it.
         return free.getsockname()[1]
 
 
@@ -212,15 +187,15 @@ def settle(future: Future[CallOutcome], outcome: CallOutcome | BaseException) ->
 
 
 def hung_error(name: str, reason: str, rank: int, log_tail: str) -> WorkerHung:
-    """Return the error of a worker that lived and did not work."""
+    """Return the error for a worker that is alive but makes no progress."""
     hint = (
-        "its last output has its stack, unless it was stopped; if it was only slow, raise"
+        "its last output has its stack, unless the process was suspended; if it was only slow, increase"
         " cluster.heartbeat_timeout_s or cluster.stall_timeout_s"
     )
     return WorkerHung(f"{name} {reason}", hint, rank, log_tail=log_tail)
 
 
 def raised(name: str, rank: int, report: ErrorReport, log_tail: str = "") -> WorkerRaised:
-    """Return the error of a method from the report of ``describe_error``; it keeps the code of an EmbodrlError."""
+    """Return a method's error from the report of ``describe_error``; an EmbodrlError keeps its code."""
     message = f"{name} raised {report['type']} in {report['method']}: {report['message']}"
     return WorkerRaised(message, report["hint"], rank, report["traceback"], log_tail, code=report["code"])

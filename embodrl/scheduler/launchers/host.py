@@ -1,4 +1,4 @@
-"""What runs in the process of a worker, under every launcher."""
+"""The worker's side of a launcher: the same code in every worker process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ContextMessage(TypedDict):
 
 
 def context_message(group: str, rank: int, world_size: int, place: ProcessPlace, rendezvous: str) -> ContextMessage:
-    """Return the context of a worker as plain values, without its channels."""
+    """Convert the context of a worker to plain values, without its channels."""
     return {
         "group": group,
         "rank": rank,
@@ -40,8 +40,8 @@ def context_message(group: str, rank: int, world_size: int, place: ProcessPlace,
 
 
 def environment(place: ProcessPlace, world_size: int) -> dict[str, str]:
-    """Return the environment variables of a worker; torch reads some of them when it is imported."""
-    # CUDA's own order is by speed; placements number GPUs as nvidia-smi does.
+    """Return the environment variables of a worker, some of which torch reads at import."""
+    # CUDA orders by speed by default; placements number GPUs as nvidia-smi does.
     variables = {"RANK": str(place.rank), "WORLD_SIZE": str(world_size), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if place.visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = place.visible
@@ -53,14 +53,10 @@ def environment(place: ProcessPlace, world_size: int) -> dict[str, str]:
 
 
 class Host:
-    """Holds a worker, and carries out calls.
+    """Holds a worker and executes its calls.
 
     Args:
-        class_path: ``module:Class``.
-        context: message of ``context_message``.
-        numa_node: node whose memory to prefer; None for any.
-        kwargs: keyword arguments of the constructor.
-        channels: channels by name.
+        numa_node: preferred NUMA node for memory; None for any.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Host:
         kwargs: Mapping[str, object],
         channels: dict[str, Channel],
     ) -> None:
-        # Before the class is imported and built: memory then comes from the NUMA node of these cores.
+        # Before the class is imported and built, so that its memory comes from the NUMA node of these cores.
         bind_to_cores(context["cpus"], numa_node, "place the worker on CPUs that this process may use")
         self.worker_class: type[Worker] = import_object(class_path)
         where = WorkerContext(
@@ -87,7 +83,7 @@ class Host:
         self.worker = make_worker(self.worker_class, where, kwargs)
 
     def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[object, float]:
-        """Return result and seconds of a method that is marked with ``dispatch``."""
+        """Return the result and the seconds of a method marked with ``dispatch``."""
         marked_method(self.worker_class, method)
         start = time.perf_counter()
         value = getattr(self.worker, method)(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Workers in this process: a call runs at once, rank after rank, where a debugger sees it."""
+"""Workers in this process: a call runs at once, rank after rank, within reach of a debugger."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _InlineWorker(Running):
         self._worker = None
         try:
             self._worker = make_worker(job.worker_class, context, job.kwargs)
-        except Exception as error:  # noqa: BLE001 - the caller that waits for the start raises it
+        except Exception as error:  # noqa: BLE001 - raised by the caller that waits for the start
             self._started.set_exception(self._describe(error, "__init__"))
         else:
             self._started.set_result(CallOutcome(None, 0.0))
@@ -42,14 +42,14 @@ class _InlineWorker(Running):
 
     def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[CallOutcome]:
         future: Future[CallOutcome] = Future()
-        # Copied as if it were sent, so that a worker can't come to rely on shared objects.
+        # Copied as if sent, so that a worker can't come to rely on shared objects.
         args, kwargs = CODEC.copied((args, kwargs))
         start = time.perf_counter()
         try:
             value = getattr(self._worker, method)(*args, **kwargs)
             seconds = time.perf_counter() - start
             future.set_result(CallOutcome(CODEC.copied(value), seconds))
-        except Exception as error:  # noqa: BLE001 - the caller that waits for the result raises it
+        except Exception as error:  # noqa: BLE001 - raised by the caller that waits for the result
             future.set_exception(self._describe(error, method))
         return future
 
@@ -73,8 +73,8 @@ class _InlineWorker(Running):
 class InlineLauncher(Launcher):
     """One process. The worker knows devices and cores of its placement, but is not bound to them.
 
-    Arguments and results are copied as if they were sent, so that a worker can't come to rely on sharing; the arguments
-    of the constructor are handed over as they are.
+    Arguments and results are copied as if sent, so that a worker can't come to rely on sharing; constructor arguments
+    are passed as they are.
     """
 
     def __init__(self) -> None:

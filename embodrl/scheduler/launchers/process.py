@@ -1,7 +1,7 @@
-"""Workers in processes of this machine: own interpreters, bound cores, messages through shared memory.
+"""Workers in processes of this machine: separate interpreters, bound cores, messages through shared memory.
 
-Nothing is forked or pickled: a child gets the name of its class and its arguments. A thread in the driver waits for
-its answers and for its death.
+Nothing is forked or pickled: a child gets the name of its class and its arguments. A thread in the driver waits for its
+results and its death.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _ProcessWorker(Running):
             "kwargs": job.kwargs,
             "channels": {name: (channel.capacity, channel.descriptors) for name, channel in shared.items()},
         }
-        # The child imports embodrl from where this process has it, installed or not.
+        # The child imports embodrl from the same place as this process, installed or not.
         search_path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
         self._child = ChildProcess(
             module_command(MODULE),
@@ -65,7 +65,7 @@ class _ProcessWorker(Running):
             WorkerTimeout,
             job.name,
             limits,
-            # If memory runs out, what can be restarted goes first; simulators have 300.
+            # Under memory pressure the kernel kills restartable workers first; simulators have 300.
             oom_score_adj=200 if job.restarts else 100,
         )
         # Guards the pending calls: callers add them, and the listening thread completes them.
@@ -93,20 +93,20 @@ class _ProcessWorker(Running):
             if self._dead is not None:
                 future.set_exception(self._dead)
                 return future
-            # Registered before it is sent, so that the answer finds it.
+            # Registered before sending, so that the response finds it.
             number = next(self._numbers)
             self._pending[number] = future
         try:
             self._child.connection.send(Frame(Kind.CALL, number, value=(method, args, kwargs)))
         except PeerGoneError:
-            pass  # the listening thread reports it
-        except BaseException:  # a signal or a value that can't be sent: no answer will come; raised again
+            pass  # reported by the listening thread
+        except BaseException:  # a signal or a value that can't be sent: no response will come; re-raised
             self._pending.pop(number, None)
             raise
         return future
 
     def _listen(self) -> None:
-        """Complete calls until the process has gone; what it sent before its end still counts."""
+        """Complete calls until the process has ended; messages sent before its end still count."""
         hung = ""
         try:
             while True:
@@ -128,7 +128,7 @@ class _ProcessWorker(Running):
             settle(future, raised(self._job.name, self._job.rank, frame.value, self._child.log_tail()))
 
     def _on_exit(self, hung: str) -> None:
-        """Fail what is pending, and notify the group unless this end was asked for."""
+        """Fail pending calls, and notify the group unless the end was requested."""
         try:
             reason = hung or self._child.exit_reason()
         except WorkerTimeout as error:
@@ -147,13 +147,13 @@ class _ProcessWorker(Running):
             self._dead = error
             pending = list(self._pending.values())
             self._pending = {}
-        # A constructor that raised has reported that already, and the process ends because of it.
+        # A constructor that raised has reported it already, and the process ends because of it.
         failed_to_start = self._started.done() and self._started.exception() is not None
         if not self._closing and not failed_to_start:
             self._on_death(error)
         for future in pending:
             settle(future, error)
-        if hung:  # only now: others in a collective would report its end, and not what it was
+        if hung:  # only now: workers in a collective would report the lost peer instead of the cause
             with contextlib.suppress(WorkerTimeout):
                 self._child.end_group()
 
@@ -167,7 +167,7 @@ class _ProcessWorker(Running):
         self._child.end_group()
 
     def close(self, grace_s: float) -> None:
-        # Set first, so that the listening thread takes the end for the one that was asked for.
+        # Set first, so that the listening thread takes the end as requested.
         self._closing = True
         with contextlib.suppress(PeerGoneError, TimeoutError, OSError):
             self._child.connection.send(Frame(Kind.CLOSE), time.monotonic() + grace_s)
@@ -180,7 +180,7 @@ class _ProcessWorker(Running):
             return
         try:
             self._child.end_group()
-            self._thread.join(_JOIN_S)  # it reads the socket and the log, which are closed next
+            self._thread.join(_JOIN_S)  # the thread reads the socket and the log, which are closed next
         finally:
             self._child.release()
 
@@ -190,7 +190,7 @@ def _shared_channels(job: Job) -> dict[str, SharedChannel]:
     for name, channel in job.channels.items():
         if not isinstance(channel, SharedChannel):
             raise ChannelError(
-                f"channel '{name}' is a {type(channel).__name__}, which processes of this machine can't share",
+                f"channel '{name}' is a {type(channel).__name__}, which the launcher 'process' can't share",
                 "make it with the launcher of the group: launcher.channel(name, capacity)",
             )
         shared[name] = channel
@@ -198,11 +198,7 @@ def _shared_channels(job: Job) -> dict[str, SharedChannel]:
 
 
 class ProcessLauncher(Launcher):
-    """Processes of this machine, each bound to the cores and the memory of its place.
-
-    Args:
-        limits: times after which one counts as hung.
-    """
+    """Processes of this machine, each bound to the cores and memory of its place."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()

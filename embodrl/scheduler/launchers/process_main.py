@@ -1,4 +1,4 @@
-"""Start of a worker process: ``python -m embodrl.scheduler.launchers.process_main SOCKET_FD``."""
+"""Entry point of a worker process: ``python -m embodrl.scheduler.launchers.process_main SOCKET_FD``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodrl.scheduler.messages import CODEC
 
 
 def main(socket_fd: int) -> None:
-    """Serve calls until asked to close or until the parent has gone."""
+    """Serve calls until asked to close, or until the parent has ended."""
     try:
         connection, start = begin(socket_fd, CODEC)
         host = start_host(connection, start)
@@ -30,13 +30,13 @@ def main(socket_fd: int) -> None:
 
 
 def start_host(connection: Connection, start: Mapping[str, Any]) -> Host | None:
-    """Make the worker and report to the parent; None if that failed."""
+    """Build the worker and report to the parent; None if that failed."""
     channels: dict[str, Channel] = {
         name: SharedChannel(name, capacity, descriptors) for name, (capacity, descriptors) in start["channels"].items()
     }
     try:
         host = Host(start["class_path"], start["context"], start["numa_node"], start["kwargs"], channels)
-    except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
+    except BaseException as error:  # noqa: BLE001 - process boundary: the parent raises it
         connection.send(Frame(Kind.RAISED, value=describe_error(error, "__init__")))
         return None
     # Number 0: the parent waits for the constructor under that number.
@@ -60,8 +60,8 @@ def serve(connection: Connection, host: Host) -> None:
                 raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
         except PeerGoneError:
             raise
-        except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
-            if ran_out_of_memory(error):  # it can't free what it holds; the parent may start another process
+        except BaseException as error:  # noqa: BLE001 - process boundary: the parent raises it
+            if ran_out_of_memory(error):  # the worker can't release its resources; the parent may start a new process
                 traceback.print_exc()
                 os._exit(OUT_OF_MEMORY)
             connection.send(Frame(Kind.RAISED, frame.number, value=describe_error(error, method)))

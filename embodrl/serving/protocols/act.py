@@ -1,4 +1,4 @@
-"""``POST /act`` of OpenVLA and OpenVLA-OFT: JSON with arrays as json_numpy writes them.
+"""``POST /act`` of OpenVLA and OpenVLA-OFT: JSON with json_numpy arrays.
 
 Sources: github.com/openvla/openvla, vla-scripts/deploy.py; github.com/moojink/openvla-oft, vla-scripts/deploy.py.
 """
@@ -17,11 +17,11 @@ from embodrl.serving.wire.codec import read_json, write_json
 
 
 class ActListener(HttpListener):
-    """Answers a request in its dialect.
+    """Answers each request in its dialect.
 
-    OpenVLA sends one picture as ``image`` and gets one action, the first of the chunk; OFT sends ``full_image`` and
-    gets the chunk as a list of actions. A request under the key ``encoded`` is JSON within JSON, and so is its answer.
-    An error has the status 4xx or 5xx and says what is wrong, where the originals answer ``"error"``.
+    OpenVLA sends one image as ``image`` and gets the first action of the chunk; OFT sends ``full_image`` and gets the
+    chunk as a list of actions. A request under the key ``encoded`` is JSON within JSON, and so is its response. Errors
+    have the status 4xx or 5xx and a message, where the originals answer ``"error"``.
     """
 
     name = "act"
@@ -44,11 +44,11 @@ class ActListener(HttpListener):
             is_double = isinstance(message, Mapping) and isinstance(message.get("encoded"), str)
             if is_double:
                 message = read_json(message["encoded"])
-            # Of several cameras, OpenVLA's dialect has none to say which is meant.
+            # With several cameras, OpenVLA's dialect can't say which one an image is from.
             is_single = isinstance(message, Mapping) and "image" in message and len(self.keys.images) == 1
             keys = self._one_picture if is_single else self.keys
             chunk = await self.core.act(keys.observation(message), request.transport, self.name)
-        except Exception as error:  # noqa: BLE001 - told to the client
+        except Exception as error:  # noqa: BLE001 - reported to the client
             return self.failed(error)
         answer = write_json(chunk.actions[0] if is_single else list(chunk.actions))
         text = write_json(answer) if is_double else answer
@@ -56,6 +56,5 @@ class ActListener(HttpListener):
         return self.web.Response(text=text, content_type="application/json", headers=headers)
 
     def failed(self, error: Exception) -> Any:
-        """Return the answer to a request that failed."""
         self.core.metrics.count("errors_total", self.name)
         return self.web.json_response({"error": explain(error)}, status=status_of(error))

@@ -1,4 +1,4 @@
-"""GR00T's ZMQ protocol in the dialects of N1.5, N1.6 and N1.7; a request is answered in its own.
+"""GR00T's ZMQ protocol in the dialects of N1.5, N1.6 and N1.7; each request is answered in its own dialect.
 
 Sources: github.com/NVIDIA/Isaac-GR00T, gr00t/policy/server_client.py, and gr00t/eval/service.py of N1.5.
 """
@@ -26,7 +26,7 @@ MAX_ROWS = 256
 
 
 class _Dialect:
-    """How the arrays of a request are packed: N1.7 sends msgpack_numpy's envelope, the others .npy files."""
+    """Array encoding of a request: N1.7 uses msgpack_numpy's envelope, the others .npy files."""
 
     def __init__(self) -> None:
         self.default: Callable[[object], object] = groot_npy_default
@@ -38,7 +38,7 @@ class _Dialect:
 
 
 class GrootListener(Listener):
-    """Answers ping, get_action, reset and get_modality_config; kill is refused."""
+    """Answers ping, get_action, reset and get_modality_config; refuses kill."""
 
     name = "gr00t"
     scheme = "tcp"
@@ -56,10 +56,10 @@ class GrootListener(Listener):
 
     async def start(self, host: str, port: int) -> int:
         self._context = self._asyncio.Context()
-        self._socket = self._context.socket(self._zmq.ROUTER)  # REQ clients can't tell it from a REP socket
+        self._socket = self._context.socket(self._zmq.ROUTER)  # REQ clients see no difference to a REP socket
         self._socket.setsockopt(self._zmq.MAXMSGSIZE, self.service.max_bytes)
         self._socket.setsockopt(self._zmq.HANDSHAKE_IVL, int(1000 * door.HELLO_S))
-        # The library of a client answers, also while its program is busy; who only connects does not.
+        # The client's ZMQ library answers heartbeats even while its program is busy; a bare connection does not.
         self._socket.setsockopt(self._zmq.HEARTBEAT_IVL, int(1000 * door.HELLO_S))
         self._socket.setsockopt(self._zmq.LINGER, 1000)
         self._socket.setsockopt(self._zmq.IPV6, int(":" in host))
@@ -76,10 +76,10 @@ class GrootListener(Listener):
         while True:
             frames = await self._socket.recv_multipart()
             if len(frames) != 3 or frames[1]:
-                self.core.metrics.count("errors_total", self.name)  # no REQ client sends this; it gets no answer
+                self.core.metrics.count("errors_total", self.name)  # not from a REQ client: no answer
                 continue
             if len(self._tasks) >= self.service.settings.max_connections:
-                text = "too many requests are under way (serve.max_connections)"
+                text = "too many requests in flight (serve.max_connections)"
                 await self._send(frames[0], {"error": text}, groot_npy_default)
                 continue
             task = asyncio.create_task(self._reply(frames[0], frames[2]))
@@ -90,7 +90,7 @@ class GrootListener(Listener):
         dialect = _Dialect()
         try:
             answer = await self._answer(unpack(data, dialect.envelope), client)
-        except Exception as error:  # noqa: BLE001 - told to the client
+        except Exception as error:  # noqa: BLE001 - reported to the client
             self.core.metrics.count("errors_total", self.name)
             answer = {"error": explain(error)}
         await self._send(client, answer, dialect.default)
@@ -100,7 +100,7 @@ class GrootListener(Listener):
 
     async def _answer(self, request: object, client: bytes) -> object:
         if not isinstance(request, Mapping):
-            raise WireError("the request is no map", HINT, code="wire-message")
+            raise WireError("the request is not a map", HINT, code="wire-message")
         if not self.service.admits(request.get("api_token")):
             self.core.metrics.count("refused_total", self.name)
             return {"error": "Unauthorized: send the token that the server printed as api_token"}
@@ -108,11 +108,11 @@ class GrootListener(Listener):
         if endpoint == "ping":
             return {"status": "ok", "message": "Server is running", "policy_version": self.core.version}
         if endpoint == "reset":
-            return {}  # nothing is kept of a client
+            return {}  # the server keeps no client state
         if endpoint == "get_modality_config":
             return self._modalities()
         if endpoint != "get_action":
-            raise WireError(f"there is no endpoint {str(endpoint)[:40]!r}", HINT, code="wire-message")
+            raise WireError(f"unknown endpoint {str(endpoint)[:40]!r}", HINT, code="wire-message")
         data = request.get("data")
         if not isinstance(data, Mapping):
             raise WireError("the request has no data", HINT, code="wire-message")
@@ -122,7 +122,7 @@ class GrootListener(Listener):
         return {f"action.{name}": part for name, part in split(chunk.actions, self.actions).items()}
 
     async def _batch(self, observation: object, client: bytes) -> list[object]:
-        """Answer N1.6 and later: a batch of rows, each of which is a request of its own."""
+        """Answer N1.6 and later: each row of the batch is a separate request."""
         rows = [self.keys.observation(row) for row in rows_of(observation)]
         chunks = await asyncio.gather(
             *(self.core.act(row, (client, number), self.name) for number, row in enumerate(rows))
@@ -148,12 +148,12 @@ class GrootListener(Listener):
         }
 
     async def stop_accepting(self) -> None:
-        """A bound socket takes clients until it is closed; the core refuses their requests."""
+        """No-op: a bound socket accepts clients until it is closed, and the core refuses their requests."""
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.cancel()
-            for task in self._tasks:  # what could not be answered in time
+            for task in self._tasks:  # requests that could not be answered in time
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self._socket.closed:
@@ -162,7 +162,7 @@ class GrootListener(Listener):
 
 
 def _last_frames(data: Mapping[Any, Any]) -> dict[Any, object]:
-    """Return an observation of N1.5 without its history: of several frames the last one."""
+    """Drop the history of an N1.5 observation: keep the last of several frames."""
     return {
         key: value[-1] if isinstance(value, np.ndarray) and value.ndim == 4 and len(value) else value
         for key, value in data.items()
@@ -176,10 +176,10 @@ def rows_of(observation: object) -> list[dict[str, object]]:
         observation: ``{"video": {k: uint8[B,T,H,W,3]}, "state": {k: float[B,T,D]}, "language": {k: [[text]]}}``.
 
     Raises:
-        WireError: it is none, or its parts have different numbers of rows.
+        WireError: the observation is malformed, or its parts differ in the number of rows.
     """
     if not isinstance(observation, Mapping):
-        raise WireError("the observation is no map", HINT, code="wire-observation")
+        raise WireError("the observation is not a map", HINT, code="wire-observation")
     columns: dict[str, list[object]] = {}
     for kind in ("video", "state", "language"):
         entries = observation.get(kind, {})
@@ -202,5 +202,4 @@ def _rows(key: str, value: object) -> list[Any]:
 
 
 def _last(row: object) -> object:
-    """Return the last of a row's time steps."""
     return row[-1] if isinstance(row, (np.ndarray, list, tuple)) and len(row) else row

@@ -1,4 +1,4 @@
-"""lerobot's async inference over gRPC: a robot streams observations and polls for chunks of actions.
+"""lerobot's async inference over gRPC: a robot streams observations and polls for action chunks.
 
 Source: github.com/huggingface/lerobot 0.6.1, src/lerobot/transport/services.proto and
 src/lerobot/async_inference/robot_client.py.
@@ -34,20 +34,20 @@ BEGIN = 1
 MIDDLE = 2
 END = 3
 POLL_S = 2.0
-"""What a poll waits for an observation before it is answered without actions, as in lerobot."""
+"""Seconds a poll waits for an observation before it returns without actions, as in lerobot."""
 PERIOD_S = 1 / 30
-"""Between two actions of a chunk: lerobot's default rate, which its client only logs."""
+"""Seconds between two actions of a chunk: lerobot's default rate, which its client only logs."""
 HINT = "see docs/serving.md for lerobot's protocol"
 IDLE_S = 60.0
-"""A client polls all the time: one that was silent for so long is gone, and its address may be another's by now."""
+"""Clients poll continuously: one silent for this many seconds is dropped, since its address may be reused."""
 MAX_CALLS = 16
-"""Of a connection at a time: a client sends an observation and polls, each in one call."""
+"""Concurrent calls per connection: a client sends an observation and polls, each in its own call."""
 VALUES = (str, bool, int, float, np.ndarray)
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """An observation ``[1]`` that waits for a poll."""
+    """An observation ``[1]`` waiting for a poll."""
 
     observation: Observation
     timestamp: float
@@ -56,14 +56,13 @@ class _Seen:
 
 @dataclass
 class _Robot:
-    """A client, by its connection.
+    """A client, identified by its connection.
 
     Attributes:
-        keys: of its observations.
-        num_actions: of a chunk that it wants.
-        seen: its newest observation, set until a poll takes it.
-        answered: the last timestep that it got actions for.
-        heard: when it last called, in s of the monotonic clock.
+        num_actions: chunk length it requests.
+        seen: newest observation, until a poll takes it.
+        answered: last timestep it received actions for.
+        heard: time of its last call, in seconds of the monotonic clock.
     """
 
     keys: WireMap
@@ -77,10 +76,11 @@ class _Robot:
 class LerobotListener(Listener):
     """Answers Ready, SendPolicyInstructions, SendObservations and GetActions.
 
-    The policy is the served one, whatever the instructions name; the token stands in their
-    ``pretrained_name_or_path``, the only text that lerobot's client lets its user choose and needs for nothing here.
-    Of several observations that come before a poll, the newest one is used. As in lerobot, one of a timestep that has
-    been answered is passed over unless ``must_go`` is set, and the first action has the observation's timestep.
+    The served policy answers, whatever policy the instructions name. The token travels in ``pretrained_name_or_path``,
+    the only text of lerobot's client that its user can set and this server does not need.
+
+    Of several observations sent before a poll, the newest is used. As in lerobot, an observation whose timestep has
+    been answered is skipped unless ``must_go`` is set, and the first action has the observation's timestep.
     """
 
     name = "lerobot"
@@ -115,7 +115,7 @@ class LerobotListener(Listener):
         try:
             found = self._server.add_insecure_port(f"{address}:{port}")
         except RuntimeError as error:
-            raise OSError(errno.EADDRINUSE, "the address is in use or is none of this machine's") from error
+            raise OSError(errno.EADDRINUSE, "the address is in use or does not belong to this machine") from error
         await self._server.start()
         return int(found)
 
@@ -152,7 +152,7 @@ class LerobotListener(Listener):
                 text = "send the token that the server printed as pretrained_name_or_path [server-token]"
                 await context.abort(self._grpc.StatusCode.UNAUTHENTICATED, text)
             self._admit(context.peer(), self._robot(setup))
-        except Exception as error:  # noqa: BLE001 - told to the client
+        except Exception as error:  # noqa: BLE001 - reported to the client
             await self._fail(error, context)
         return self._messages["Empty"]()
 
@@ -169,7 +169,7 @@ class LerobotListener(Listener):
         self._robots[peer] = robot
 
     async def _known(self, context: Any) -> _Robot:
-        """Return the client of a call; end the call if it has given no instructions."""
+        """Return the calling client; abort the call if the client has sent no instructions."""
         self._forget_silent()
         robot = self._robots.get(context.peer())
         if robot is None:
@@ -181,7 +181,7 @@ class LerobotListener(Listener):
         return robot
 
     def _forget_silent(self) -> None:
-        """Drop clients that are gone; they are in the order in which they last called."""
+        """Drop silent clients; they are ordered by their last call."""
         while self._robots and monotonic() - next(iter(self._robots.values())).heard > IDLE_S:
             self.core.forget(self._robots.popitem(last=False)[0])
 
@@ -193,9 +193,11 @@ class LerobotListener(Listener):
                     data = await self._collect(requests)
             except TimeoutError as error:
                 text = f"the observation has not arrived within {door.BODY_S:g} s"
-                raise WireError(text, "send it at once, or smaller pictures", code="wire-slow") from error
+                raise WireError(
+                    text, "send the observation without pauses, or send smaller images", code="wire-slow"
+                ) from error
             seen, must_go = await asyncio.to_thread(_seen, data, robot.keys)
-        except Exception as error:  # noqa: BLE001 - told to the client
+        except Exception as error:  # noqa: BLE001 - reported to the client
             await self._fail(error, context)
         else:
             if must_go or seen.timestep > robot.answered:
@@ -204,11 +206,7 @@ class LerobotListener(Listener):
         return self._messages["Empty"]()
 
     async def _collect(self, requests: AsyncIterator[Any]) -> bytes:
-        """Return the bytes of a streamed message.
-
-        Raises:
-            WireError: it is too large, or its end is missing.
-        """
+        """Return the bytes of a streamed message; raises WireError if it is too large or incomplete."""
         parts = list[bytes]()
         size = 0
         async for part in requests:
@@ -216,17 +214,17 @@ class LerobotListener(Listener):
                 parts = []
                 size = 0
             elif part.transfer_state not in (MIDDLE, END):
-                raise WireError(f"there is no transfer state {part.transfer_state}", HINT, code="wire-message")
+                raise WireError(f"unknown transfer state {part.transfer_state}", HINT, code="wire-message")
             parts.append(part.data)
             size += len(part.data)
             if size > self.service.max_bytes:
                 raise WireError("the observation is too large (serve.max_message_mb)", HINT, code="wire-message")
             if part.transfer_state == END:
                 return b"".join(parts)
-        raise WireError("the end of the observation is missing", HINT, code="wire-message")
+        raise WireError("the observation has no end", HINT, code="wire-message")
 
     async def _act(self, request: Any, context: Any) -> Any:
-        if context.peer() not in self._robots:  # lerobot's client polls again at once, whatever the answer
+        if context.peer() not in self._robots:  # lerobot's client polls again at once after any response
             await asyncio.sleep(POLL_S)
         robot = await self._known(context)
         try:
@@ -237,7 +235,7 @@ class LerobotListener(Listener):
         seen = robot.seen
         robot.seen = None
         robot.arrival.clear()
-        if seen is None:  # another poll of this client was faster
+        if seen is None:  # another poll of this client took it
             return self._messages["Actions"]()
         before = robot.answered
         robot.answered = max(robot.answered, seen.timestep)
@@ -251,7 +249,6 @@ class LerobotListener(Listener):
         return self._messages["Actions"](data=_pickle_of(actions, seen.timestamp, seen.timestep))
 
     async def _fail(self, error: Exception, context: Any) -> None:
-        """End a call with a status and the reason."""
         if isinstance(error, self._aio.AbortError):
             raise error
         self.core.metrics.count("errors_total", self.name)
@@ -262,7 +259,7 @@ class LerobotListener(Listener):
         await context.abort(code, explain(error))
 
     async def stop_accepting(self) -> None:
-        """A stopped gRPC server ends its polls: it listens until it is closed, and the core refuses requests."""
+        """No-op: a stopped gRPC server aborts its polls, so it listens until closed while the core refuses requests."""
 
     async def close(self) -> None:
         if self._server is not None:
@@ -270,7 +267,7 @@ class LerobotListener(Listener):
 
 
 def _messages() -> dict[str, Any]:
-    """Return the classes of the service's messages, by name; an enumeration is an integer on the wire."""
+    """Return the message classes of the service, by name; an enum is an integer on the wire."""
     descriptors = need("google.protobuf.descriptor_pb2")
     file = descriptors.FileDescriptorProto(name="embodrl/lerobot.proto", package="transport", syntax="proto3")
     integer = descriptors.FieldDescriptorProto.TYPE_INT32
@@ -292,7 +289,7 @@ def _messages() -> dict[str, Any]:
 
 
 def _record(data: bytes, name: str) -> dict[str, Any]:
-    """Return the attributes of a pickled object of lerobot; raises WireError."""
+    """Return the attributes of a pickled lerobot object; raises WireError."""
     found = read_pickle(data)
     if not isinstance(found, PickledRecord) or found.name != name:
         raise WireError(f"the data are no {name}", HINT, code="wire-message")
@@ -300,7 +297,7 @@ def _record(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _state_names(features: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return the joints of the state in their order; () if the robot has none."""
+    """Return the joint names of the state in order; () if the robot has none."""
     state = features.get("observation.state")
     names = state.get("names") if isinstance(state, Mapping) else []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
@@ -316,16 +313,16 @@ def _seen(data: bytes, keys: WireMap) -> tuple[_Seen, bool]:
         raise WireError("the observation lacks its values, timestamp or timestep", HINT, code="wire-message")
     for key, value in message.items():
         if not isinstance(value, VALUES):
-            text = f"'{key[:40]}' is a {type(value).__name__}; a robot sends numbers, pictures and a text"
+            text = f"'{key[:40]}' is a {type(value).__name__}; a robot sends numbers, images and a text"
             raise WireError(text, HINT, code="wire-observation")
     return _Seen(keys.observation(message), time, step), fields.get("must_go") is True
 
 
 def _pickle_of(actions: NDArray[np.float32], timestamp: float, timestep: int) -> bytes:
-    """Return the pickle of ``list[TimedAction]``, one for each row of ``actions`` ``[C,A]``, as torch tensors.
+    """Return the pickle of ``list[TimedAction]``, one per row of ``actions`` ``[C,A]``, as torch tensors.
 
-    lerobot is not there to be pickled from, so that the name of its class is written as opcodes; protocol 3 has no
-    frames, which pieces could not be joined across.
+    lerobot may not be installed, so its class name is written as opcodes; protocol 3 has no frames, which would prevent
+    joining the pieces.
     """
     pieces = [b"\x80\x03]("]
     for number, action in enumerate(actions):

@@ -1,9 +1,9 @@
-"""Pickles of lerobot's async inference as data: no pickle is loaded, no class imported, nothing called.
+"""Reads pickles of lerobot's async inference as data: loads no pickle, imports no class, calls nothing.
 
-``pickletools`` takes the bytes apart, and a small stack machine knows what a robot's messages are made of: numbers,
-texts, maps with texts as keys, lists, tuples, NumPy's arrays and scalars, and the two records that a client sends. Any
-other opcode or name is refused. (``pickle.Unpickler`` with an allow-list would still allocate what a message claims,
-such as a memo of 2**31 entries.)
+``pickletools`` splits the bytes into opcodes, and a small stack machine handles the content of a robot's messages:
+numbers, texts, maps with text keys, lists, tuples, NumPy arrays and scalars, and the two record types that a client
+sends. Any other opcode or name is refused. (``pickle.Unpickler`` with an allow-list would still allocate what a message
+claims, such as a memo of 2**31 entries.)
 
 Source: github.com/huggingface/lerobot 0.6.1, src/lerobot/async_inference/helpers.py; Python's pickletools for opcodes.
 """
@@ -34,7 +34,7 @@ def _refused(message: str) -> WireError:
 
 @dataclass
 class PickledRecord:
-    """An object of lerobot: the name of its class, and its attributes."""
+    """A lerobot object: its class name and attributes."""
 
     name: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def _from_buffer(data: object, kind: object, shape: object, order: object) -> Ar
 
 
 _CALLS: dict[str, Callable[..., object]] = {"numpy.dtype": _type}
-for _core in ("numpy._core", "numpy.core"):  # of NumPy 2 and 1
+for _core in ("numpy._core", "numpy.core"):  # NumPy 2 and 1
     _CALLS[f"{_core}.multiarray._reconstruct"] = lambda *_: _Array()
     _CALLS[f"{_core}.multiarray.scalar"] = _scalar
     _CALLS[f"{_core}.numeric._frombuffer"] = _from_buffer
@@ -89,10 +89,10 @@ _NAMES = {*_CALLS, "numpy.ndarray", *(f"{MODULE}.{name}" for name in RECORDS)}
 
 
 def read_pickle(data: bytes) -> object:
-    """Return what a pickle of protocol 4 or 5 describes; objects of lerobot are ``PickledRecord``.
+    """Return the content of a pickle of protocol 4 or 5; lerobot objects become ``PickledRecord``.
 
     Raises:
-        WireError: it is malformed, has more than MAX_ITEMS opcodes, or names anything else.
+        WireError: the pickle is malformed, has more than MAX_ITEMS opcodes, or names anything else.
     """
     machine = _Machine()
     try:
@@ -103,12 +103,12 @@ def read_pickle(data: bytes) -> object:
         (result,) = machine.end()
     except (ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
         what = str(error)[:200] or type(error).__name__
-        raise _refused(f"{len(data)} bytes are not a pickle of lerobot's: {what}") from error
+        raise _refused(f"{len(data)} bytes are not a lerobot pickle: {what}") from error
     return result.content if isinstance(result, _Array) else result
 
 
 class _Machine:
-    """The stack machine of pickles, as far as it is needed."""
+    """The subset of the pickle stack machine that lerobot's messages need."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -116,32 +116,31 @@ class _Machine:
         self._memo: list[Any] = []
 
     def step(self, name: str, argument: Any) -> None:
-        """Do one opcode; raises what ``read_pickle`` catches."""
+        """Execute one opcode; raises what ``read_pickle`` catches."""
         if name in _LITERALS:
-            # Once: a message may name the same bytes as often as it has opcodes.
+            # Only once: a message may reference the same bytes once per opcode.
             self.stack.append(bytes(argument) if isinstance(argument, bytearray) else argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
         elif name in _OPCODES:
             _OPCODES[name](self, argument)
         else:
-            raise _refused(f"a pickle has the opcode {name}, which no message of a robot needs")
+            raise _refused(f"a pickle has the opcode {name}, which no robot message needs")
 
     def end(self) -> list[Any]:
-        """Return the stack."""
         if self._outer:
             raise _refused("a pickle ends within a list or map")
         return self.stack
 
     def _values(self) -> list[Any]:
-        """End the innermost mark; return what stands after it."""
+        """Pop the innermost mark; return the values above it."""
         values = self.stack
         self.stack = self._outer.pop()
         return [value.content if isinstance(value, _Array) else value for value in values]
 
     def _pop(self, number: int) -> list[Any]:
         if number > len(self.stack):
-            raise _refused("a pickle takes more than it has")
+            raise _refused("a pickle pops from an empty stack")
         values = self.stack[-number:]
         del self.stack[-number:]
         return [value.content if isinstance(value, _Array) else value for value in values]
@@ -158,7 +157,7 @@ class _Machine:
         module, name = self._pop(2)
         text = f"{_is(module, str)}.{_is(name, str)}"
         if text not in _NAMES:
-            raise _refused(f"a pickle names {text[:80]!r}, which is not looked up: a robot sends numbers and pictures")
+            raise _refused(f"a pickle names {text[:80]!r}, which is not allowed: a robot sends numbers and images")
         self.stack.append(_Name(text))
 
     def call(self, _: object) -> None:
@@ -176,7 +175,7 @@ class _Machine:
         (state,) = self._pop(1)
         made = self.stack[-1]
         if isinstance(made, PickledRecord):
-            if made.fields:  # else a few bytes could copy a large map again and again
+            if made.fields:  # else a few bytes could copy a large map many times
                 raise _refused(f"a pickle sets the attributes of {made.name} twice")
             made.fields.update(_is(state, dict))
         elif isinstance(made, _Type):
@@ -190,7 +189,7 @@ class _Machine:
         _is(self.stack[-1], list).extend(values)
 
     def assign(self, values: list[Any]) -> None:
-        keys = [_is(key, str) for key in values[::2]]  # hashing a tuple of a stranger may take forever
+        keys = [_is(key, str) for key in values[::2]]  # hashing an untrusted tuple may take forever
         _is(self.stack[-1], dict).update(zip(keys, values[1::2], strict=True))
 
     def join(self, _: object) -> None:

@@ -1,4 +1,4 @@
-"""Protocols of other policy servers, for the configuration."""
+"""Specs of the protocols of other policy servers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from embodrl.specs import ServeProtocolSpec
 
 
 class VlaEvalKeysConfig(WireKeysConfig):
-    """Keys of vla-evaluation-harness's messages, whose benchmarks are asked for what they send."""
+    """Keys of vla-evaluation-harness messages; the server asks the benchmark for the content it needs."""
 
     observation_params: dict[str, bool] = Field(
-        default={}, description="arguments of the benchmark that the server asks for, e.g. {send_state: true}"
+        default={}, description="benchmark arguments that the server requests, e.g. {send_state: true}"
     )
 
 
 class GrootServeConfig(GrootKeysConfig):
-    """Keys of GR00T's messages, as video.NAME and state.NAME, and the parts of an action."""
+    """Keys of GR00T messages, as video.NAME and state.NAME, and the parts of an action."""
 
 
 class LerobotServeConfig(WireKeysConfig):
-    """Keys of lerobot's messages: names of cameras, and of joints in the state's order."""
+    """Keys of lerobot messages: camera names, and joint names in the order of the state."""
 
 
 class ActServeConfig(WireKeysConfig):

@@ -1,4 +1,4 @@
-"""vla-evaluation-harness's websocket protocol: hello, episodes, and one action for every observation.
+"""vla-evaluation-harness's websocket protocol: hello, episodes, and one action per observation.
 
 Source: github.com/allenai/vla-evaluation-harness, src/vla_eval/protocol and model_servers/serve.py.
 """
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl import __version__
 from embodrl.config.schema import section_in
 from embodrl.errors import WireError
 from embodrl.serving.core import explain
@@ -22,6 +21,7 @@ from embodrl.serving.listener import HttpListener, Service
 from embodrl.serving.protocols.spec import VlaEvalKeysConfig
 from embodrl.serving.session import Session
 from embodrl.serving.wire.codec import HINT, Map, array_of, need, pack, unpack
+from embodrl.version import __version__
 
 PROTOCOL_VERSION = 1
 MAX_PIXELS = 1 << 24
@@ -47,7 +47,7 @@ class VlaEvalListener(HttpListener):
                 break
             sequence = 0
             try:
-                message = await asyncio.to_thread(_message, frame.data)  # pictures are decompressed there
+                message = await asyncio.to_thread(_message, frame.data)  # image decompression takes time
                 sequence = message["seq"]
                 reply = await self._answer(message, session)
             except Exception as error:  # noqa: BLE001 - reported to the client; the connection stays open
@@ -83,14 +83,10 @@ class VlaEvalListener(HttpListener):
 
 
 def _message(data: bytes | str) -> Mapping[str, Any]:
-    """Return a message with its four fields.
-
-    Raises:
-        WireError: it is none.
-    """
+    """Return a message with its four fields; raises WireError if it is malformed."""
     hint = "see docs/serving.md for what a message holds"
     if isinstance(data, str):
-        raise WireError("a text frame came where a message in msgpack was due", hint, code="wire-message")
+        raise WireError("received a text frame, expected a message in msgpack", hint, code="wire-message")
     message = unpack(data, vla_eval_envelope)
     missing = [name for name in FIELDS if not isinstance(message, dict) or name not in message]
     if missing:
@@ -104,7 +100,7 @@ def _message(data: bytes | str) -> Mapping[str, Any]:
 
 
 def vla_eval_envelope(content: Map) -> object:
-    """Decode ``{"__ndarray__": True, ...}`` and pictures ``{"__image__": True, "format", "data", "shape"}``."""
+    """Decode ``{"__ndarray__": True, ...}`` and images ``{"__image__": True, "format", "data", "shape"}``."""
     if "__image__" in content:
         if content["format"] == "raw":
             return array_of(content["dtype"], content["shape"], content["data"])
@@ -115,7 +111,7 @@ def vla_eval_envelope(content: Map) -> object:
 
 
 def vla_eval_default(value: object) -> object:
-    """Encode arrays as vla-evaluation-harness does (not as pictures)."""
+    """Encode arrays as vla-evaluation-harness does (not as images)."""
     if isinstance(value, np.ndarray):
         return {
             "__ndarray__": True,
@@ -123,28 +119,28 @@ def vla_eval_default(value: object) -> object:
             "dtype": value.dtype.str,
             "shape": list(value.shape),
         }
-    raise TypeError(f"{type(value).__name__} has no place in a message")
+    raise TypeError(f"{type(value).__name__} can't be sent in a message")
 
 
 def picture(data: object, file_format: object) -> NDArray[np.uint8]:
-    """Return ``uint8[H,W,3]`` of a PNG or JPEG file.
+    """Return a PNG or JPEG file as ``uint8[H,W,3]``.
 
     Raises:
-        WireError: it is damaged, larger than MAX_PIXELS, or another format.
+        WireError: the file is damaged, larger than MAX_PIXELS, or in another format.
     """
     if file_format not in ("png", "jpeg") or not isinstance(data, bytes):
-        raise _refused(f"a picture has the format {str(file_format)[:20]!r}; png, jpeg and raw are read")
+        raise _refused(f"an image has the format {str(file_format)[:20]!r}; allowed: png, jpeg, raw")
     image = need("PIL.Image")
     try:
         with image.open(io.BytesIO(data), formats=[str(file_format).upper()]) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise _refused(f"a picture has {opened.width} x {opened.height} pixels")
             return np.array(opened.convert("RGB"))
-    # Pillow raises SyntaxError, EOFError and zlib's errors as well, depending on where a file is damaged.
+    # Pillow also raises SyntaxError, EOFError and zlib errors, depending on where a file is damaged.
     except Exception as error:
         if isinstance(error, WireError):
             raise
-        raise _refused(f"a picture can't be read: {str(error)[:200]}") from error
+        raise _refused(f"an image can't be read: {str(error)[:200]}") from error
 
 
 def _refused(message: str) -> WireError:

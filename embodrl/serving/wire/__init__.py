@@ -1,4 +1,4 @@
-"""What policy servers and their clients exchange: bytes to bounded objects, and objects to observations. No torch."""
+"""Messages between policy servers and clients: bytes to size-limited objects, and objects to observations. No torch."""
 
 TOKEN_VARIABLE = "EMBODRL_TOKEN"
-"""Environment variable with the token that a server asks for."""
+"""Environment variable with the token for the server."""

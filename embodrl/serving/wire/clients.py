@@ -1,6 +1,6 @@
-"""Clients of policy servers: an observation of B rows becomes B requests at the same time, or one of B rows.
+"""Clients of policy servers: an observation of B rows becomes B concurrent requests, or one request of B rows.
 
-Shapes: B batch, H actions of a chunk as the server has it, A action dimensions.
+Shapes: B batch, H chunk length of the server, A action dimensions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 PROBE_S = 5.0
 PROBE_TIMEOUT_S = 15.0
-"""An answer that takes longer makes a client ask whether the server lives, and how long that may take."""
+"""Seconds before a client probes a slow server, and the time limit of the probe."""
 RETRY_S = 0.5
 _T = TypeVar("_T")
 _PASSING = ("[server-stopping]", "[server-model-hangs]")
-"""Refusals of a server that ends, and may be replaced by another one."""
+"""Error codes of a server that is ending and may be replaced."""
 
 
 def unreachable(url: str, error: object) -> RemotePolicyError:
@@ -45,52 +45,50 @@ def unreachable(url: str, error: object) -> RemotePolicyError:
 
 
 def refused(text: str) -> RemotePolicyError:
-    """Return the error for what a server answered instead of actions."""
-    hint = "check model.keys against what the server reads; its output has the details"
+    """Return the error for a refusal where actions were expected."""
+    hint = "check model.keys against the keys that the server reads; its output has the details"
     return RemotePolicyError(f"the server refused the observation: {text[:2000]}", hint, code="remote-refused")
 
 
 def changed(url: str) -> RemotePolicyError:
-    """Return the error for a server that came back as another one."""
-    text = f"{url} was gone and came back with another policy"
+    """Return the error for a server that came back with another policy."""
+    text = f"{url} went away and came back with another policy"
     return RemotePolicyError(text, "repeat the evaluation", code="remote-changed")
 
 
 class ClientSettings(Protocol):
-    """What a client is made from: the section ``model`` of model=remote."""
+    """Client settings: the section ``model`` of model=remote."""
 
     @property
-    def url(self) -> str | None:
-        """Of the server."""
-        ...
+    def url(self) -> str | None: ...
 
     @property
     def keys(self) -> GrootKeysConfig:
-        """Keys that are configured, in place of those that the server tells."""
+        """Configured keys, which override the ones the server announces."""
         ...
 
     @property
     def answer_timeout_s(self) -> float:
-        """For the connection, and for each answer."""
+        """Seconds for the connection, and for each response."""
         ...
 
     @property
     def reconnect_timeout_s(self) -> float:
-        """In which a server that is gone is connected to again."""
+        """Seconds to keep reconnecting to a lost server."""
         ...
 
 
 class Gone(Exception):
-    """A connection ended before an answer came."""
+    """A connection ended before its response."""
 
 
 def refusal(text: str) -> Exception:
-    """Return the error for a refusal; ``Gone`` for that of a server that ends."""
+    """Return the error for a refusal; ``Gone`` if the server is ending."""
     return Gone(text[:500]) if any(code in text for code in _PASSING) else refused(text)
 
 
 def _keys(info: object) -> Message:
-    """Return the keys that a server of embodrl has told; {} of another make."""
+    """Return the keys that an embodrl server announces; {} for other servers."""
     keys = info.get("keys") if isinstance(info, Mapping) else None
     return keys if isinstance(keys, Mapping) else {}
 
@@ -101,18 +99,16 @@ def _identity(info: object) -> list[Any]:
 
 
 def keys_needed(missing: Iterable[str]) -> RemotePolicyError:
-    """Return the error for keys that neither the configuration nor the server tells."""
+    """Return the error for keys that neither the configuration nor the server provides."""
     names = ", ".join(f"model.keys.{name}" for name in missing)
     hint = "set them, e.g. model.keys.images=[observation/image] model.keys.instruction=prompt"
-    return RemotePolicyError(f"the server does not say what its observations hold: {names}", hint, code="remote-keys")
+    return RemotePolicyError(
+        f"the server does not announce the keys of its observations: {names}", hint, code="remote-keys"
+    )
 
 
 class Client(ABC):
-    """A connection to a server. Its methods belong to one event loop.
-
-    Args:
-        config: section ``model``.
-    """
+    """A connection to a server; its methods belong to one event loop."""
 
     def __init__(self, config: ClientSettings) -> None:
         assert config.url is not None
@@ -124,34 +120,32 @@ class Client(ABC):
 
     @abstractmethod
     async def connect(self) -> None:
-        """Reach the server, and learn its keys.
+        """Connect to the server and learn its keys.
 
         Raises:
-            RemotePolicyError: it can't be reached, or does not tell its keys.
+            RemotePolicyError: the server can't be reached, or does not announce its keys.
         """
 
     @abstractmethod
     async def act(self, observation: Observation) -> Array:
-        """Return ``[B,H,A]``.
+        """Return actions ``[B,H,A]``.
 
         Raises:
             RemotePolicyError: the server refused the observation, or is gone.
-            WireError: the observation does not fit the keys, or the answer is malformed.
+            WireError: the observation does not fit the keys, or the response is malformed.
         """
 
     @abstractmethod
     async def close(self) -> None:
         """End the connection."""
 
-    async def _persist(self, attempt: Callable[[], Awaitable[_T]], come_back: Callable[[], Awaitable[None]]) -> _T:
-        """Repeat a request that a lost connection has cut short: servers keep nothing of a client between requests.
+    async def _with_reconnect(
+        self, attempt: Callable[[], Awaitable[_T]], come_back: Callable[[], Awaitable[None]]
+    ) -> _T:
+        """Retry a request that a lost connection interrupted: servers keep no client state between requests.
 
-        Args:
-            attempt: of the request.
-            come_back: reaches the server again, and refuses another one in its place.
-
-        Raises:
-            RemotePolicyError: the server is not back within ``model.reconnect_timeout_s``, or answers an error.
+        ``come_back`` reconnects, and refuses a server with another policy. Raises RemotePolicyError if the server is
+        not back within ``model.reconnect_timeout_s`` or answers with an error.
         """
         loop = asyncio.get_running_loop()
         limit_s = self.config.reconnect_timeout_s
@@ -180,7 +174,7 @@ class Client(ABC):
         return unreachable(self.url, f"no answer within {limit}")
 
     def _learn(self, info: Message) -> None:
-        """Take the keys that are configured, and the others from what the server told."""
+        """Use the configured keys, and the announced ones for the rest."""
         own = self.config.keys
         images = own.images or texts(info.get("images"))
         instruction = own.instruction or info.get("instruction")
@@ -191,7 +185,7 @@ class Client(ABC):
 
 
 def texts(value: object) -> tuple[str, ...]:
-    """Return the texts of a list; () of anything else."""
+    """Return a list of texts as a tuple; () for anything else."""
     items = cast(list[object], value) if isinstance(value, (list, tuple)) else []
     return tuple(item for item in items if isinstance(item, str))
 
@@ -230,7 +224,7 @@ class HttpClient(Client):
 
     async def _ask(self, observation: Observation, row: int) -> Array:
         message = self.keys.message(observation, row)
-        content = await self._persist(lambda: self._while_alive(self._exchange(message)), self._return)
+        content = await self._with_reconnect(lambda: self._while_alive(self._exchange(message)), self._return)
         return actions_in(unpack(content, openpi_envelope))
 
     async def _exchange(self, message: dict[str, Any]) -> bytes:
@@ -253,12 +247,12 @@ class HttpClient(Client):
             raise changed(self.url)
 
     async def _while_alive(self, exchange: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for an answer; a server of embodrl that does not even say that it lives meanwhile is unreachable."""
+        """Wait for a response; an embodrl server that does not answer health checks meanwhile is unreachable."""
         task = asyncio.ensure_future(exchange)
         try:
             while not (await asyncio.wait({task}, timeout=PROBE_S))[0]:
                 if not _keys(self._server_info):
-                    continue  # of another make: openpi's own server does not answer anything while it computes
+                    continue  # another implementation: openpi's own server answers nothing while it computes
                 if self._probing is None or self._probing.done():
                     self._probing = asyncio.create_task(self._probe())
                 await asyncio.wait({task, self._probing}, return_when=asyncio.FIRST_COMPLETED)
@@ -269,7 +263,7 @@ class HttpClient(Client):
             task.cancel()
 
     async def _probe(self) -> str:
-        """Return why the server counts as hung; "" if it answers, or is gone, as the connection of a request tells."""
+        """Return why the server counts as hung; "" if it answers, or is gone, which the request's connection shows."""
         parts = urlsplit(self.url)
         url = urlunsplit((parts.scheme.replace("ws", "http"), parts.netloc, "/health", "", ""))
         try:
@@ -286,7 +280,7 @@ class HttpClient(Client):
 
 
 class OpenpiClient(HttpClient):
-    """openpi's websocket: a connection for every row that is asked about at the same time."""
+    """openpi's websocket: one connection per concurrent row."""
 
     def __init__(self, config: ClientSettings) -> None:
         super().__init__(config)
@@ -320,8 +314,8 @@ class OpenpiClient(HttpClient):
         except (self.aiohttp.ClientError, OSError) as error:
             raise Gone(error) from error
         if frame.type not in (self.aiohttp.WSMsgType.TEXT, self.aiohttp.WSMsgType.BINARY):
-            self._free.clear()  # they belonged to a server that is gone
-            raise Gone("the connection was closed before an answer came")
+            self._free.clear()  # the connections of the lost server
+            raise Gone("the connection was closed before the response")
         if not socket.closed:
             self._free.append(socket)
         if frame.type == self.aiohttp.WSMsgType.TEXT:
@@ -331,12 +325,8 @@ class OpenpiClient(HttpClient):
 
 
 def actions_in(answer: object) -> Array:
-    """Return ``actions [H,A]`` of an answer.
-
-    Raises:
-        RemotePolicyError: it has none.
-    """
+    """Return ``actions [H,A]`` of a response. Raises RemotePolicyError if the response has no actions."""
     actions = answer.get("actions") if isinstance(answer, Mapping) else None
     if not isinstance(actions, np.ndarray) or actions.ndim != 2:
-        raise refused("an answer without actions of shape [H,A]")
+        raise refused("a response without actions of shape [H,A]")
     return actions

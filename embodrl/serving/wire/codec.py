@@ -1,7 +1,7 @@
 """Messages with arrays as bytes: the envelopes of openpi and json_numpy.
 
-Everything read here may come from a stranger. An array is built only from a plain numeric type whose size agrees with
-its bytes; object arrays, structured types and pickles have no decoder. Formats: docs/serving.md.
+All input is untrusted. An array is built only from a plain numeric dtype whose size matches its bytes; object arrays,
+structured dtypes and pickles have no decoder. Formats: docs/serving.md.
 """
 
 from __future__ import annotations
@@ -20,24 +20,20 @@ from embodrl.errors import MissingDependencyError, WireError
 
 Array = NDArray[Any]
 Message = Mapping[str, Any]
-"""What a client or a server has sent, decoded."""
+"""A decoded message."""
 Map = dict[Any, Any]
 """A decoded map, whose keys may be bytes."""
 Envelope = Callable[[Map], object]
-"""From a map to the array that it stands for, or to itself."""
+"""Decodes a map to an array, or returns it unchanged."""
 
 KINDS = "biuf"
 MAX_ITEMS = 100_000
-"""Maps, and items of lists, in a message: a byte can stand for an object of 64 bytes."""
+"""Limit on maps and list items in a message: one byte can encode an object of 64 bytes."""
 _MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError, binascii.Error)
 
 
 def need(name: str) -> ModuleType:
-    """Import a module of the extra ``serve``.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+    """Import a module of the extra ``serve``; raises MissingDependencyError if it is not installed."""
     import importlib
 
     try:
@@ -52,7 +48,7 @@ HINT = "see docs/serving.md for what a message holds"
 
 
 def refused_array(message: str) -> WireError:
-    """Return the error for an array that is not built."""
+    """Return the error for a refused array."""
     return WireError(message, HINT, code="wire-array")
 
 
@@ -61,30 +57,26 @@ def _malformed(message: str) -> WireError:
 
 
 def array_of(dtype: object, shape: object, data: object, order: str = "C") -> Array:
-    """Return a read-only array of raw bytes.
-
-    Args:
-        dtype: NumPy's text of a boolean, integer or float type, e.g. ``<f4``.
-        shape: list or tuple of sizes.
-        data: exactly the bytes of the items.
-        order: ``C`` or ``F``.
+    """Return a read-only array of raw bytes; ``dtype`` is NumPy's name of a numeric dtype, e.g. ``<f4``.
 
     Raises:
-        WireError: another type, or the sizes do not agree.
+        WireError: unsupported dtype, or the sizes do not match.
     """
     text = dtype.decode("ascii", "replace") if isinstance(dtype, bytes) else dtype
     if not isinstance(text, str) or len(text) > 8:
-        raise refused_array(f"the type of an array is {str(text)[:40]!r}, not the name of a numeric type")
+        raise refused_array(f"the dtype of an array is {str(text)[:40]!r}, not the name of a numeric dtype")
     try:
         kind = np.dtype(text)
     except _MALFORMED as error:
-        raise refused_array(f"the type of an array is {text!r}, which NumPy does not know") from error
+        raise refused_array(f"the dtype of an array is {text!r}, which NumPy does not know") from error
     if kind.kind not in KINDS:
-        raise refused_array(f"an array has the type {text!r}; booleans, integers and floats are read, objects never")
+        raise refused_array(
+            f"an array has the dtype {text!r}; allowed are booleans, integers and floats, never objects"
+        )
     if not isinstance(shape, (list, tuple)) or len(shape) > 8 or not all(type(size) is int for size in shape):
         raise refused_array("the shape of an array is not a short list of integers")
     if not isinstance(data, (bytes, memoryview)):
-        raise refused_array("the data of an array are not bytes")
+        raise refused_array("the data of an array is not bytes")
     wanted = kind.itemsize
     for size in shape:
         wanted *= size
@@ -100,7 +92,7 @@ def array_of(dtype: object, shape: object, data: object, order: str = "C") -> Ar
 
 
 class _Counter:
-    """Counts what a message holds while it is unpacked."""
+    """Counts the items of a message during unpacking."""
 
     def __init__(self, envelope: Envelope) -> None:
         self.envelope = envelope
@@ -121,10 +113,10 @@ class _Counter:
 
 
 def unpack(data: bytes, envelope: Envelope) -> Any:
-    """Return the object of a msgpack message.
+    """Decode a msgpack message.
 
     Raises:
-        WireError: it is malformed, has too many items, or an array that is refused.
+        WireError: the message is malformed, has too many items, or contains a refused array.
     """
     msgpack = need("msgpack")
     counter = _Counter(envelope)
@@ -140,21 +132,21 @@ def unpack(data: bytes, envelope: Envelope) -> Any:
         )
     except (*_MALFORMED, msgpack.UnpackException) as error:
         what = str(error)[:200] or type(error).__name__
-        raise _malformed(f"{len(data)} bytes are not a message in msgpack: {what}") from error
+        raise _malformed(f"{len(data)} bytes are not a msgpack message: {what}") from error
 
 
 def pack(content: object, default: Callable[[object], object]) -> bytes:
-    """Return an object as msgpack; ``default`` is the envelope of arrays."""
+    """Encode an object as msgpack; ``default`` encodes arrays."""
     packed: bytes = need("msgpack").packb(content, default=default)
     return packed
 
 
 def scalar_of(dtype: object, value: object) -> object:
-    """Return a number that came with its NumPy type."""
+    """Return a number sent with its NumPy dtype."""
     if isinstance(value, bytes):
         return array_of(dtype, (), value).item()
     if not isinstance(value, (bool, int, float)):
-        raise refused_array("a scalar of NumPy is not a number")
+        raise refused_array("a NumPy scalar is not a number")
     return value
 
 
@@ -168,7 +160,7 @@ def openpi_envelope(content: Map) -> object:
 
 
 def openpi_default(value: object) -> object:
-    """Encode arrays and NumPy's scalars as openpi does."""
+    """Encode arrays and NumPy scalars as openpi does."""
     if isinstance(value, np.ndarray):
         return {
             b"__ndarray__": True,
@@ -178,7 +170,7 @@ def openpi_default(value: object) -> object:
         }
     if isinstance(value, np.generic):
         return {b"__npgeneric__": True, b"data": value.item(), b"dtype": value.dtype.str}
-    raise TypeError(f"{type(value).__name__} has no place in a message")
+    raise TypeError(f"{type(value).__name__} can't be sent in a message")
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------
@@ -189,20 +181,20 @@ def _json_envelope(content: Map) -> object:
         return content
     text = content["__numpy__"]
     if not isinstance(text, str):
-        raise refused_array("the data of an array are not base64")
+        raise refused_array("the data of an array is not base64")
     return array_of(content["dtype"], content["shape"], base64.b64decode(text, validate=True))
 
 
 def read_json(data: bytes | str) -> Any:
-    """Return the object of a JSON message; arrays are ``{"__numpy__": base64, "dtype", "shape"}``.
+    """Decode a JSON message; arrays are ``{"__numpy__": base64, "dtype", "shape"}``.
 
     Raises:
-        WireError: it is malformed, or an array is refused.
+        WireError: the message is malformed, or contains a refused array.
     """
     try:
         return json.loads(data, object_hook=_json_envelope)
     except _MALFORMED as error:
-        raise _malformed(f"{len(data)} bytes are not a message in JSON: {str(error)[:200]}") from error
+        raise _malformed(f"{len(data)} bytes are not a JSON message: {str(error)[:200]}") from error
 
 
 def json_default(value: object) -> object:
@@ -210,9 +202,9 @@ def json_default(value: object) -> object:
     if isinstance(value, np.ndarray):
         text = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"__numpy__": text, "dtype": value.dtype.str, "shape": list(value.shape)}
-    raise TypeError(f"{type(value).__name__} has no place in a message")
+    raise TypeError(f"{type(value).__name__} can't be sent in a message")
 
 
 def write_json(content: object) -> str:
-    """Return an object as JSON, with arrays as json_numpy writes them."""
+    """Encode an object as JSON, with json_numpy arrays."""
     return json.dumps(content, default=json_default)

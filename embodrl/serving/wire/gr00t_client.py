@@ -1,6 +1,6 @@
 """The client of GR00T's protocol.
 
-Shapes: B batch, H actions of a chunk as the server has it, A action dimensions.
+Shapes: B batch, H chunk length of the server, A action dimensions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from embodrl.types import Observation
 
 
 class GrootClient(Client):
-    """GR00T's ZMQ in the dialect of N1.6, which N1.7 reads as well: one request of B rows.
+    """GR00T's ZMQ in the N1.6 dialect, which N1.7 reads too: one request of B rows.
 
-    ZMQ's threads send heartbeats and answer them while the policy computes, so that a server that is stopped or gone
-    is noticed.
+    ZMQ's threads exchange heartbeats while the policy computes, so a stopped or lost server is noticed.
     """
 
     def __init__(self, config: ClientSettings) -> None:
@@ -43,7 +42,7 @@ class GrootClient(Client):
         self._address = "tcp://" + self.url.partition("://")[2]
         self._context: Any = None
         self._actions: tuple[str, ...] = ()
-        self._lock = asyncio.Lock()  # a REQ socket has one request at a time
+        self._lock = asyncio.Lock()  # a REQ socket allows one request at a time
         self._socket: Any = None
         self._monitor: Any = None
 
@@ -70,7 +69,7 @@ class GrootClient(Client):
         return await self._call({"endpoint": "get_modality_config"}, limit_s)
 
     async def _return(self) -> None:
-        # ZMQ connects whenever the server is back, and does not say that it is not.
+        # ZMQ reconnects by itself, but does not report a server that stays away.
         if await self._hello(self.config.reconnect_timeout_s) != self._server_info:
             raise changed(self.url)
 
@@ -84,10 +83,10 @@ class GrootClient(Client):
             else:
                 put(content, key, np.stack(column)[:, None], nested=True)
         request = {"endpoint": "get_action", "data": {"observation": content, "options": None}}
-        answer = await self._persist(lambda: self._call(request, self.config.answer_timeout_s), self._return)
+        answer = await self._with_reconnect(lambda: self._call(request, self.config.answer_timeout_s), self._return)
         actions = answer[0] if isinstance(answer, list) and answer else None
         if not isinstance(actions, Mapping):
-            raise refused("an answer without actions")
+            raise refused("a response without actions")
         found = [lookup(actions, name) for name in self._actions or tuple(map(str, actions))]
         if not found or not all(isinstance(part, np.ndarray) and part.ndim == 3 for part in found):
             raise refused(f"actions {', '.join(map(str, actions))} where {', '.join(self._actions)} were due")
@@ -125,7 +124,7 @@ class GrootClient(Client):
             if not answer.done():
                 answer.cancel()
                 self._disconnect()
-                raise Gone("the connection has ended, or the server gives no sign of life") if is_lost else self._late()
+                raise Gone("the connection has ended, or the server sends no heartbeats") if is_lost else self._late()
             data = answer.result()
         found = unpack(data, groot_envelope)
         if isinstance(found, Mapping) and "error" in found:
@@ -135,4 +134,4 @@ class GrootClient(Client):
     async def close(self) -> None:
         if self._context is not None:
             self._disconnect()
-            self._context.destroy(linger=0)  # a context with an open socket would wait for it when it is collected
+            self._context.destroy(linger=0)  # a context with an open socket would block when it is collected

@@ -1,4 +1,4 @@
-"""Arrays in the messages of GR00T: .npy files in N1.5 and N1.6, msgpack_numpy's envelope in N1.7."""
+"""Arrays in GR00T messages: .npy files in N1.5 and N1.6, msgpack_numpy's envelope in N1.7."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _NPY_HEADER = re.compile(
 
 
 def npy_array(data: object) -> Array:
-    """Return the array of a .npy file's bytes; raises as ``array_of``.
+    """Decode the bytes of a .npy file; raises as ``array_of``.
 
-    NumPy's own reader evaluates the header as Python and allocates what it claims before it looks for the data.
+    NumPy's own reader evaluates the header as Python, and allocates the claimed size before it reads the data.
     """
     if not isinstance(data, bytes) or data[:6] != b"\x93NUMPY" or data[6:7] not in (b"\x01", b"\x02", b"\x03"):
-        raise refused_array("the data of an array are not a .npy file")
+        raise refused_array("the data of an array is not a .npy file")
     start = 10 if data[6:7] == b"\x01" else 12
     end = start + int.from_bytes(data[8:start], "little")
     header = _NPY_HEADER.fullmatch(data, start, min(end, len(data)))
     if header is None or end > len(data):
-        raise refused_array("the header of a .npy file is not that of a numeric array")
+        raise refused_array("the header of a .npy file does not describe a numeric array")
     shape = [int(size) for size in header["shape"].replace(b",", b" ").split()]
     return array_of(header["descr"], shape, data[end:], "F" if header["fortran"] == b"True" else "C")
 
 
 def npy_bytes(array: Array) -> bytes:
-    """Return the .npy file of a numeric array."""
+    """Return a numeric array as a .npy file."""
     stream = io.BytesIO()
     np.lib.format.write_array(stream, np.asarray(array), allow_pickle=False)
     return stream.getvalue()
@@ -55,7 +55,7 @@ def groot_npy_default(value: object) -> object:
     """Encode arrays as GR00T N1.5 and N1.6 do."""
     if isinstance(value, np.ndarray):
         return {"__ndarray_class__": True, "as_npy": npy_bytes(value)}
-    raise TypeError(f"{type(value).__name__} has no place in a message")
+    raise TypeError(f"{type(value).__name__} can't be sent in a message")
 
 
 def groot_msgpack_default(value: object) -> object:
@@ -68,4 +68,4 @@ def groot_msgpack_default(value: object) -> object:
             b"shape": value.shape,
             b"data": value.tobytes(),
         }
-    raise TypeError(f"{type(value).__name__} has no place in a message")
+    raise TypeError(f"{type(value).__name__} can't be sent in a message")

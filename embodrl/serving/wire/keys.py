@@ -1,7 +1,7 @@
-"""Which entries of a message are the pictures, the state and the instruction of an observation, in both directions.
+"""Maps message entries to the images, state and instruction of an observation, in both directions.
 
-A key names an entry of the message, or one of a map within it: ``images.wrist`` is ``message["images"]["wrist"]``
-unless the message has the key ``images.wrist`` itself.
+A key names an entry of the message or of a nested map: ``images.wrist`` is ``message["images"]["wrist"]`` unless the
+message itself has the key ``images.wrist``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lookup(message: Message, key: str) -> object:
 
 
 def put(message: dict[str, Any], key: str, value: object, nested: bool) -> None:
-    """Set an entry; with ``nested``, the parts of a dotted key are maps within each other."""
+    """Set an entry; with ``nested``, the parts of a dotted key become nested maps."""
     parts = key.split(".") if nested else [key]
     for part in parts[:-1]:
         message = message.setdefault(part, {})
@@ -44,47 +44,43 @@ def put(message: dict[str, Any], key: str, value: object, nested: bool) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A vector's part of a message: its key, and its number of values if that is given (``KEY:DIMS``)."""
+    """One part of a vector in a message: its key, and its size if given (``KEY:DIMS``)."""
 
     key: str
     dims: int | None
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """Return the part of ``KEY`` or ``KEY:DIMS``."""
+        """Parse ``KEY`` or ``KEY:DIMS``."""
         key, colon, dims = text.rpartition(":")
         return cls(key, int(dims)) if colon and dims.isdigit() else cls(text, None)
 
 
 def split(vector: Array, parts: Sequence[Part]) -> dict[str, Array]:
-    """Cut the last axis into parts; one of them may leave its number of values out.
-
-    Raises:
-        WireError: the numbers do not agree.
-    """
+    """Split the last axis into parts; one of them may omit its size. Raises WireError if the sizes do not add up."""
     total = vector.shape[-1]
     known = sum(part.dims or 0 for part in parts)
     sizes = [total - known if part.dims is None else part.dims for part in parts]
     if sum(sizes) != total or min(sizes, default=0) < 1:
         names = ", ".join(part.key for part in parts)
-        raise _refused(f"{total} values are to be cut into {names} of {sizes}", "write each as KEY:DIMS")
+        raise _refused(f"{total} values can't be split into {names} of {sizes}", "write each as KEY:DIMS")
     cuts = np.cumsum(sizes)[:-1]
     return {part.key: piece for part, piece in zip(parts, np.split(vector, cuts, axis=-1), strict=True)}
 
 
 def picture_of(value: object, key: str) -> NDArray[np.uint8]:
-    """Return ``uint8[H,W,3]`` of a picture with the channels first or last, as bytes or as floats from 0 to 1.
+    """Return an image, with channels first or last, as bytes or floats from 0 to 1, as ``uint8[H,W,3]``.
 
-    Lists within each other are read as well, of integers from 0 to 255 or of floats.
+    Nested lists of integers from 0 to 255 or of floats are read too.
 
     Raises:
-        WireError: it is none.
+        WireError: the value is not an image.
     """
     hint = "send uint8 or float32 (0 to 1) of shape [H,W,3] or [3,H,W]"
     if isinstance(value, list):
         value = _picture_of_lists(value, key)
     if not isinstance(value, np.ndarray):
-        hint += ', in JSON {"__numpy__": BASE64, "dtype": "|u1", "shape": [H,W,3]} or lists within each other'
+        hint += ', in JSON {"__numpy__": BASE64, "dtype": "|u1", "shape": [H,W,3]} or nested lists'
         raise _refused(f"'{key}' is no array", hint)
     if value.ndim == 3 and value.shape[-1] != 3 and value.shape[0] == 3:
         value = value.transpose(1, 2, 0)
@@ -92,7 +88,7 @@ def picture_of(value: object, key: str) -> NDArray[np.uint8]:
         raise _refused(f"'{key}' has the shape {list(value.shape)}", hint)
     if value.dtype.kind == "f":
         if not bool(((value >= 0) & (value <= 1)).all()):
-            raise _refused(f"'{key}' has values that are not from 0 to 1", hint)
+            raise _refused(f"'{key}' has values outside 0 to 1", hint)
         value = value * 255
     elif value.dtype != np.uint8:
         raise _refused(f"'{key}' has the type {value.dtype}", hint)
@@ -103,16 +99,16 @@ def _picture_of_lists(rows: list[Any], key: str) -> Array:
     try:
         picture = np.asarray(rows)
     except (ValueError, TypeError, OverflowError) as error:
-        raise _refused(f"'{key}' is no picture: its lists differ in length", "send [H,W,3] numbers") from error
+        raise _refused(f"'{key}' is not an image: its lists differ in length", "send [H,W,3] numbers") from error
     is_bytes = picture.dtype.kind in "iu" and bool(((picture >= 0) & (picture <= 255)).all())
     return picture.astype(np.uint8) if is_bytes else picture
 
 
 def vector_of(value: object, key: str) -> NDArray[np.float32]:
-    """Return ``float32[n]`` of an array or list of finite numbers; of one with several rows the last one.
+    """Return an array or list of finite numbers as ``float32[n]``; of several rows, the last one.
 
     Raises:
-        WireError: it is none.
+        WireError: the value is not such a vector.
     """
     hint = "send finite numbers"
     if isinstance(value, (list, int, float)) and not isinstance(value, bool):
@@ -124,18 +120,17 @@ def vector_of(value: object, key: str) -> NDArray[np.float32]:
         raise _refused(f"'{key}' is no array", hint)
     vector = np.atleast_1d(value)
     if not np.isfinite(vector).all() or np.abs(vector, dtype=np.float64).max(initial=0) > np.finfo(np.float32).max:
-        raise _refused(f"'{key}' has values that are not finite", hint)
+        raise _refused(f"'{key}' has non-finite values", hint)
     return vector.reshape(-1, vector.shape[-1])[-1].astype(np.float32) if vector.size else np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
 class WireMap:
-    """Where an observation is in a message.
+    """Message keys of an observation.
 
     Attributes:
-        images: keys of the V pictures, in the order of ``env.cameras``.
-        state: ``KEY`` or ``KEY:DIMS`` of what is joined to the state; left out where the message has none of them.
-        instruction: key of the text.
+        images: keys of the V images, in the order of ``env.cameras``.
+        state: ``KEY`` or ``KEY:DIMS`` of the parts that form the state; omitted if the message has none of them.
     """
 
     images: tuple[str, ...]
@@ -146,20 +141,20 @@ class WireMap:
         """Return the observation ``[1]`` of a message.
 
         Raises:
-            WireError: something is missing, or has another form; names the key.
+            WireError: an entry is missing or malformed; names the key.
         """
         if not isinstance(message, Mapping):
-            raise _refused("the observation is no map of keys to values", f"send {self.describe()}")
+            raise _refused("the observation is not a map of keys to values", f"send {self.describe()}")
         pictures = [picture_of(self._entry(message, key), key) for key in self.images]
         if len({picture.shape for picture in pictures}) > 1:
             shapes = ", ".join(str(list(picture.shape)) for picture in pictures)
-            raise _refused(f"the pictures have different shapes: {shapes}", "send all cameras in one size")
+            raise _refused(f"the images have different shapes: {shapes}", "send the images of all cameras in one size")
         text = self._entry(message, self.instruction)
         text = text[0] if isinstance(text, (list, tuple)) and len(text) == 1 else text
         if not isinstance(text, str) or len(text) > MAX_TEXT:
-            raise _refused(f"'{self.instruction}' is no text of at most {MAX_TEXT} characters", "send a string")
+            raise _refused(f"'{self.instruction}' is not a text of at most {MAX_TEXT} characters", "send a string")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise _refused(f"'{self.instruction}' has half of a character (a lone surrogate)", "send Unicode text")
+            raise _refused(f"'{self.instruction}' has a lone surrogate", "send Unicode text")
         state = self._state(message)
         return Observation(np.stack(pictures)[None], state[None], [text], np.zeros(1, np.int32))
 
@@ -167,7 +162,7 @@ class WireMap:
         parts = [Part.parse(text) for text in self.state]
         found = [lookup(message, part.key) for part in parts]
         if all(value is _MISSING for value in found):
-            return np.zeros(0, np.float32)  # a policy that reads a state refuses it
+            return np.zeros(0, np.float32)  # a policy that reads a state refuses an empty one
         vectors = [vector_of(self._entry(message, part.key), part.key) for part in parts]
         for part, vector in zip(parts, vectors, strict=True):
             if part.dims is not None and part.dims != len(vector):
@@ -185,11 +180,12 @@ class WireMap:
         """Return the message of one row of an observation; see ``put`` for ``nested``.
 
         Raises:
-            WireError: another number of cameras, or the state can't be cut into its parts.
+            WireError: the number of cameras differs, or the state can't be split into its parts.
         """
         if len(self.images) != observation.images.shape[1]:
             raise _refused(
-                f"{observation.images.shape[1]} cameras are sent under {len(self.images)} keys", "give one key a camera"
+                f"{observation.images.shape[1]} cameras are to be sent under {len(self.images)} keys",
+                "give one key per camera",
             )
         content: dict[str, Any] = {}
         for number, key in enumerate(self.images):
@@ -202,5 +198,5 @@ class WireMap:
         return content
 
     def describe(self) -> str:
-        """Return the keys, for messages to people."""
+        """Return the keys, for status messages."""
         return ", ".join((*self.images, *self.state, self.instruction))

@@ -26,7 +26,9 @@ def compare(
     ],
     html: Annotated[
         Path | None,
-        typer.Option("--html", metavar="FILE", help="write the comparison there as one page", show_default=False),
+        typer.Option(
+            "--html", metavar="FILE", help="write the comparison to this file as one page", show_default=False
+        ),
     ] = None,
     json_output: JsonOutput = False,
     debug: Debug = False,
@@ -34,8 +36,8 @@ def compare(
     """Compare runs: success, time, environment steps, and the settings that differ; or evaluations, pair by pair.
 
     A run may still be training. The page holds the curves of all runs and needs no network. Directories that
-    `embodrl eval` has written are compared episode by episode with the first of them: the difference with its
-    interval, and McNemar's exact test, of all episodes, each task and each axis.
+    `embodrl eval` has written are compared episode by episode with the first one: the difference with its
+    interval, and McNemar's exact test, over all episodes, each task and each axis.
 
     \b
     Examples:
@@ -49,7 +51,7 @@ def compare(
 
         if all(map(is_evaluation, runs)):
             if html is not None:
-                raise OutputError("evaluations are compared without a page", "leave out --html", code="no-run")
+                raise OutputError("a comparison of evaluations has no page", "leave out --html", code="no-run")
             compared = comparison_of(runs)
             if json_output:
                 print(json.dumps(compared, indent=2))
@@ -75,7 +77,7 @@ def compare(
 
 
 def show_runs(runs: Sequence[RunView]) -> None:
-    """Print the figures of runs and the settings that differ."""
+    """Print the figures of runs, and the settings that differ."""
     from embodrl.tools.compare.comparison import differing_settings, figure_rows, in_sections_of_all
 
     titles, cells = figure_rows(runs)
@@ -96,7 +98,7 @@ def show_runs(runs: Sequence[RunView]) -> None:
 
 
 def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-    """Print a table without lines."""
+    """Print a table without rules."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Several runs side by side: their figures, curves, success per task and differing settings."""
+"""Comparison of runs: figures, curves, success per task and differing settings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from embodrl.reporting.run_files import CONFIG_FILE, read_run_config
 from embodrl.reporting.verdict import is_solved
 
 MAX_DEPTH = 4
-"""Of a run below a directory that is searched."""
+"""Run status for runs found below a searched directory."""
 COLOURS = 6
 SILENT_S = 120.0
 ABSENT = "–"
 OWN_SETTINGS = ("runner.output_dir", "sft.output_dir", "eval.output_dir")
-"""Settings that differ between any two runs and say nothing."""
+"""Settings that may differ between any two runs without meaning."""
 STARTED = "rollout/success_rate_started"
 MOST_WITH_INTERVALS = 4
-"""Runs whose evaluations have whiskers in one chart; those of more hide the lines."""
+"""Limit on runs whose evaluations get whiskers in one chart; with more, whiskers hide the lines."""
 CURVES = (
     ("Return per training episode", "rollout/return", False),
     ("KL of an update (nats per token)", "train/approx_kl", False),
@@ -45,16 +45,15 @@ CURVES = (
 
 @dataclass(frozen=True)
 class RunView:
-    """What the files of a run say.
+    """Content of a run's files.
 
     Attributes:
-        directory: of the run.
-        name: unique among the runs that are shown together.
-        rows: of metrics.jsonl, or of sft_metrics.jsonl.
-        config: of config.yaml; empty without one.
+        name: name, unique among the compared runs.
+        rows: rows of metrics.jsonl, or of sft_metrics.jsonl.
+        config: content of config.yaml; empty without one.
         status: ``running``, ``finished`` or ``stopped``.
         age_s: seconds since the last row was written.
-        problems: files that can't be read, and why.
+        problems: unreadable files, and why.
     """
 
     directory: Path
@@ -67,20 +66,22 @@ class RunView:
 
 
 def find_runs(directories: Iterable[Path]) -> list[Path]:
-    """Return the runs in or below directories, sorted by path; what lies inside a run is not searched.
+    """Return the runs in or below directories, sorted by path; does not search inside a run.
 
     Raises:
-        UsageError: one of them is not a directory, or holds no run.
+        UsageError: one of them is not a directory, or contains no run.
     """
     found: dict[Path, None] = {}
     for directory in directories:
         if not directory.is_dir():
-            raise UsageError(f"{directory} is not a directory", "name runs, or directories of runs", code="no-run")
+            raise UsageError(
+                f"{directory} is not a directory", "name run directories, or directories above them", code="no-run"
+            )
         below = list(_runs_below(directory, MAX_DEPTH))
         if not below:
             raise UsageError(
                 f"{directory} holds no run: there is no {METRICS_FILE} in it or up to {MAX_DEPTH} levels below",
-                "name the directory of a run, or one above runs",
+                "name a run directory, or a directory above runs",
                 code="no-run",
             )
         found |= dict.fromkeys(below)
@@ -99,12 +100,12 @@ def _runs_below(directory: Path, depth: int) -> Iterable[Path]:
 
 
 def read_runs(directories: Sequence[Path]) -> list[RunView]:
-    """Return the views of runs, named by what distinguishes their paths."""
+    """Return the views of runs, named by the distinguishing parts of their paths."""
     return [_read(path, name) for path, name in zip(directories, run_names(directories), strict=True)]
 
 
 def run_names(directories: Sequence[Path]) -> list[str]:
-    """Return the last part of each path, without control characters; as many parts as make it unique."""
+    """Return the last part of each path, without control characters; more parts where needed to make it unique."""
     paths = [directory.resolve().parts for directory in directories]
     names: list[str] = []
     for parts in paths:
@@ -118,7 +119,7 @@ def _read(directory: Path, name: str) -> RunView:
     problems = list[str]()
     try:
         rows = read_metrics(path)
-    except OutputError as error:  # of one run, which is shown without figures
+    except OutputError as error:  # affects one run only, which is shown without figures
         problems.append(error.message)
         rows = []
     config, _, unreadable = read_run_config(directory)
@@ -141,7 +142,7 @@ def _is_finished(rows: list[Row], config: Mapping[str, object]) -> bool:
 
 
 def _is_locked(directory: Path) -> bool:
-    """Return whether a process of this machine works on a run, without touching its lock."""
+    """Whether a process of this machine works on a run, without touching its lock."""
     try:
         inode = directory.stat().st_ino
         return any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines())
@@ -153,18 +154,12 @@ def _is_locked(directory: Path) -> bool:
 class Figures:
     """Figures of a run; None where the run has none.
 
+    Success rates are ``eval/success_rate``, 0 to 1: greedy unless ``env.eval.decoding`` says otherwise.
+
     Attributes:
-        iterations: done.
-        env_steps: done.
-        minutes: wall time.
-        steps_per_s: environment steps per second, all included.
-        first: ``eval/success_rate`` of the first evaluation, 0 to 1: greedy unless ``env.eval.decoding`` says else.
-        last: of the last one.
-        interval: of the last one.
-        best: of the best one.
-        best_iteration: when.
-        loss: of the last step that imitates.
-        val_loss: of held-out demonstrations after it.
+        steps_per_s: environment steps per second of wall time.
+        first, last, best: success rates of the first, last and best evaluation.
+        val_loss: loss on held-out demonstrations after it.
     """
 
     iterations: int
@@ -207,7 +202,7 @@ LOSS = "loss"
 HELD_OUT = "held out"
 COLUMNS: tuple[tuple[str, Callable[[RunView, Figures], str]], ...] = (
     ("run", lambda run, _: run.name),
-    ("status", lambda run, _: f"{run.status}{_silence(run)}"),
+    ("status", lambda run, _: f"{run.status}{_seconds_silent(run)}"),
     ("iter", lambda _, f: str(f.iterations)),
     ("env steps", lambda _, f: f"{f.env_steps:,}"),
     ("min", lambda _, f: f"{f.minutes:.1f}"),
@@ -227,8 +222,8 @@ def _percent(rate: float | None) -> str:
     return "" if rate is None else f"{100 * rate:.1f}"
 
 
-def _silence(run: RunView) -> str:
-    """Return how long a running run has written no row, if that is longer than most iterations take."""
+def _seconds_silent(run: RunView) -> str:
+    """Return the time since a running run's last row, if longer than most iterations take."""
     if run.status != "running" or run.age_s < SILENT_S:
         return ""
     size, unit = next(each for each in ((86400, "d"), (3600, "h"), (60, "min")) if run.age_s >= each[0])
@@ -236,7 +231,7 @@ def _silence(run: RunView) -> str:
 
 
 def figure_rows(runs: Sequence[RunView]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of the table of figures; losses are left out where no run imitates."""
+    """Return titles and cells of the table of figures; losses are left out if no run imitates."""
     cells = [[text(run, found) for _, text in COLUMNS] for run in runs for found in (figures_of(run),)]
     titles = [title for title, _ in COLUMNS]
     shown = [n for n, title in enumerate(titles) if title not in (LOSS, HELD_OUT) or any(row[n] for row in cells)]
@@ -244,7 +239,7 @@ def figure_rows(runs: Sequence[RunView]) -> tuple[list[str], list[list[str]]]:
 
 
 def differing_settings(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
-    """Return (key, value per run) of the settings that are not the same in all runs that have settings."""
+    """Return (key, value per run) of the settings that differ among the runs with settings."""
     known = [run for run in runs if run.config]
     keys = dict.fromkeys(key for run in known for key in leaf_keys(run.config) if key not in OWN_SETTINGS)
     values = [(key, [_setting(run, key) for run in runs]) for key in keys]
@@ -253,21 +248,20 @@ def differing_settings(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
 
 
 def in_sections_of_all(runs: Sequence[RunView], key: str) -> bool:
-    """Return whether all runs that have settings have the section of a key: those of other models say little."""
+    """Whether all runs with settings have the section of a key: another model's settings are not comparable."""
     parent = key.rpartition(".")[0]
     return all(isinstance(lookup(run.config, parent), Mapping) for run in runs if run.config and parent)
 
 
-def _named(run: RunView, index: int, link: Callable[[RunView], str] | None) -> Html:
-    """The name of a run, with its colour in the charts."""
+def _run_label(run: RunView, index: int, link: Callable[[RunView], str] | None) -> Html:
+    """Return the name of a run, with its colour in the charts."""
     name = html.escape(run.name)
     shown = name if link is None else f'<a href="{html.escape(link(run))}">{name}</a>'
-    colour, kind = _line(index)
+    colour, kind = _line_style(index)
     return Html(f'<span class="legend"><span><i class="{kind}" style="color:var(--{colour})"></i>{shown}</span></span>')
 
 
-def _line(index: int) -> tuple[str, str]:
-    """Return the colour and the kind of line of a run: the same in every chart."""
+def _line_style(index: int) -> tuple[str, str]:
     return f"c{index % COLOURS}", "dashed" if index // COLOURS % 2 else ""
 
 
@@ -281,12 +275,10 @@ def _setting(run: RunView, key: str) -> str:
 def comparison_parts(runs: Sequence[RunView], link: Callable[[RunView], str] | None = None) -> list[str]:
     """Return the comparison of runs as HTML parts: figures, curves, success per task, settings.
 
-    Args:
-        runs: to compare.
-        link: of a run, the address of a page about it; None for no links.
+    ``link`` returns the URL of a page about a run; None for no links.
     """
     titles, cells = figure_rows(runs)
-    rows = [[_named(run, index, link), *row[1:]] for index, (run, row) in enumerate(zip(runs, cells, strict=True))]
+    rows = [[_run_label(run, index, link), *row[1:]] for index, (run, row) in enumerate(zip(runs, cells, strict=True))]
     note = f"Success of the first and the last evaluation on fixed seeds; {CONFIDENCE_TEXT} interval of the last."
     parts = [table(titles, rows), f'<p class="sub">{note}</p>', "<h2>Success</h2>", _charts(_success_charts(runs))]
     parts[2:2] = [f'<p class="sub">{html.escape(problem)}</p>' for run in runs for problem in run.problems]
@@ -300,7 +292,7 @@ def comparison_parts(runs: Sequence[RunView], link: Callable[[RunView], str] | N
     parts += ["<h2>Training</h2>", _charts(_chart(runs, title, key, percent) for title, key, percent in CURVES)]
     differing = [(key, *texts) for key, texts in differing_settings(runs)]
     heads = ("setting", *(run.name for run in runs))
-    same = "<p>Nothing but where they are written.</p>"
+    same = "<p>None, except the output directories.</p>"
     parts += ["<h2>Settings that differ</h2>", table(heads, differing, range(len(heads))) if differing else same]
     return parts
 
@@ -336,7 +328,7 @@ def _evaluations(runs: Sequence[RunView]) -> list[Series]:
 
 
 def _of_started(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with the rate of started episodes: of ended ones alone it is too high, as failures end later."""
+    """Return rows with the rate of started episodes: the rate of ended ones is too high, as failures end later."""
     return [{**row, STARTED: row.get(STARTED, row.get("rollout/success_rate"))} for row in rows]
 
 
@@ -356,7 +348,7 @@ def _chart(
 
 
 def _coloured(runs: Sequence[RunView], columns: Sequence[Sequence[tuple[float, float]]], dots: bool) -> list[Series]:
-    lines = map(_line, range(len(runs)))
+    lines = map(_line_style, range(len(runs)))
     return [
         Series(run.name, column, colour, dashed=bool(kind), dots=dots)
         for run, column, (colour, kind) in zip(runs, columns, lines, strict=True)
@@ -368,7 +360,7 @@ def _charts(charts: Iterable[str]) -> str:
 
 
 def comparison_json(runs: Sequence[RunView]) -> dict[str, object]:
-    """Return the figures and differing settings for programs; success rates are 0 to 1."""
+    """Return the figures and differing settings as JSON; success rates are 0 to 1."""
     found = [
         {"run": str(run.directory), "name": run.name, "status": run.status, **asdict(figures_of(run))} for run in runs
     ]

@@ -1,4 +1,4 @@
-"""Evaluations of several policies on the same episodes, compared pair by pair: from eval.json to a table."""
+"""Paired comparison of evaluations on the same episodes, from eval.json to a table."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from embodrl.tools.compare.comparison import run_names
 
 JSON_FILE = "eval.json"
 SAME = ("environment", "tasks", "step limit")
-"""Settings without which episodes of one seed are not the same."""
+"""Settings that must match for episodes of one seed to be the same."""
 ACTIONS = "actions"
-"""What the main figures chose actions by: of two ways, the difference is not that of two policies."""
+"""Decoding of the main figures, which must match: otherwise the difference is not one between policies."""
 Outcomes = dict[tuple[str, int], bool]
-"""By task and seed."""
+"""Episode id: task and seed."""
 
 
 class EvalComparison(TypedDict):
-    """An evaluation beside the first: ``parts`` has all unperturbed episodes, each task and each axis of both."""
+    """An evaluation compared with the first; ``parts`` has all unperturbed episodes, each task and each axis."""
 
     first: str
     second: str
@@ -31,7 +31,7 @@ class EvalComparison(TypedDict):
 
 
 def is_evaluation(directory: Path) -> bool:
-    """Return whether `embodrl eval` has written a directory, and no run."""
+    """Whether a directory was written by `embodrl eval` and is not a run."""
     return (directory / JSON_FILE).is_file() and not (directory / METRICS_FILE).is_file()
 
 
@@ -39,12 +39,11 @@ def comparison_of(directories: Sequence[Path]) -> list[EvalComparison]:
     """Compare evaluations with the first one.
 
     Raises:
-        OutputError: there is one only, or they have different environments, tasks or step limits, or no episode in
-            common.
+        OutputError: only one evaluation, or different environments, tasks or step limits, or no common episode.
         FileFormatError: an eval.json is damaged.
     """
     if len(directories) < 2:
-        raise OutputError("there is one evaluation", "name two or more", code="evals-not-comparable")
+        raise OutputError("there is only one evaluation", "name two or more", code="evals-not-comparable")
     first, *others = [read_fields(path / JSON_FILE, follow_links=False) for path in directories]
     names = run_names(directories)
     for name, other in zip(names[1:], others, strict=True):

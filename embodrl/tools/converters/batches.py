@@ -1,8 +1,8 @@
-"""Batches as dictionaries of verl and of AReaL; neither library is required.
+"""Conversion of batches to the dictionaries of verl and AReaL; neither library is required.
 
 verl and AReaL keep rows in the first axis. A batch with time becomes ``[N,T,...]``, and a column of a group gets a
-dotted name; what that hides (nesting, time) is stored under the key ``embodrl``, so that a round trip gives the same
-batch. Dictionaries from elsewhere also survive a round trip unchanged.
+dotted name; the lost structure (nesting, time) is stored under the key ``embodrl``, so that a round trip gives the same
+batch. Foreign dictionaries also survive a round trip unchanged.
 
 Shapes: N rows, T steps, L tokens or steps of the longest trajectory.
 """
@@ -26,14 +26,14 @@ VERL_PARTS = {"batch", "non_tensor_batch", "meta_info"}
 
 
 class Note(TypedDict, total=False):
-    """What the flat dictionaries of other libraries cannot express.
+    """Information that the flat dictionaries of other libraries cannot express.
 
     Attributes:
         nested: path of a column in a group, by its dotted name.
         empty: paths of groups without columns.
         num_steps: T of a batch with time.
         num_rows: N of a batch without columns and objects.
-        meta: of the batch, where the format has no place for it.
+        meta: meta of the batch, if the format has no place for it.
         arrays: dtype and shape of objects that became lists.
         mask_added: the ``attention_mask`` is not a column of the batch.
     """
@@ -64,7 +64,7 @@ def to_verl(batch: TrajectoryBatch) -> VerlParts:
     """Return the three parts of verl's DataProto: ``batch``, ``non_tensor_batch`` and ``meta_info``.
 
     ``batch`` holds tensors ``[N,...]``, ready for a TensorDict of that length, and ``non_tensor_batch`` arrays with N
-    entries. ``meta_info["embodrl"]`` is the note, if one is needed.
+    entries. ``meta_info["embodrl"]`` is the note, if needed.
 
     Raises:
         BatchKeyError: two columns would have the same name, or meta uses the key of the note.
@@ -80,7 +80,7 @@ def from_verl(parts: Mapping[str, Any]) -> TrajectoryBatch:
     """Return the batch of the three parts of a DataProto (see ``to_verl``); each may be missing or None.
 
     Raises:
-        BatchKeyError: there is an unknown part.
+        BatchKeyError: unknown part.
         BatchShapeError: columns differ in length.
     """
     unknown = sorted(parts.keys() - VERL_PARTS)
@@ -97,8 +97,8 @@ def from_verl(parts: Mapping[str, Any]) -> TrajectoryBatch:
 def to_areal(batch: TrajectoryBatch) -> dict[str, Any]:
     """Return a dictionary as AReaL passes trajectories: tensors ``[N,L,...]`` or ``[N]``, and lists of N objects.
 
-    A batch with time gets an ``attention_mask``, ``bool[N,T]``, true where a chunk has a valid action, unless it has a
-    column of that name. Meta and whatever the format cannot express are under ``embodrl``.
+    A batch with time gets an ``attention_mask``, ``bool[N,T]``, true where a chunk has a valid action, unless it has
+    such a column. Meta and other content that the format cannot express are under ``embodrl``.
 
     Raises:
         BatchKeyError: two entries would have the same name.
@@ -148,7 +148,7 @@ def from_areal(trajectories: Mapping[str, Any]) -> TrajectoryBatch:
 
 
 def from_areal_list(trajectories: Sequence[Mapping[str, Any]]) -> TrajectoryBatch:
-    """Join trajectories of different length: tensors with a second axis, the length, are zero-padded at its end.
+    """Join trajectories of different length, zero-padding the second axis (length) of tensors at its end.
 
     Args:
         trajectories: dictionaries with ``attention_mask [N,L]``, the same entries each, and no note of ``to_areal``.
@@ -164,7 +164,7 @@ def from_areal_list(trajectories: Sequence[Mapping[str, Any]]) -> TrajectoryBatc
 
 
 def to_areal_list(batch: TrajectoryBatch) -> list[dict[str, Any]]:
-    """Return one dictionary per row, cut after the last step that ``attention_mask`` keeps; undoes ``from_areal_list``.
+    """Return one dictionary per row, cut after the last step of ``attention_mask``; inverts ``from_areal_list``.
 
     Raises:
         BatchKeyError: the batch has no ``attention_mask``.
@@ -254,7 +254,6 @@ def _unflatten(
 
 
 def _array(values: list[Any], kind: _ArrayKind) -> Array:
-    """Return an array of nested lists; what is nested deeper than its axes is an object."""
     dtype = kind["dtype"]
     shape = kind["shape"]
     if np.dtype(dtype).kind != "O":

@@ -22,14 +22,14 @@ RLDS_FPS = 10
 
 
 class SourceFormat(StrEnum):
-    """What can be read."""
+    """Formats that can be read."""
 
     libero = "libero"
     rlds = "rlds"
 
 
 class Format(StrEnum):
-    """What can be written."""
+    """Formats that can be written."""
 
     lerobot = "lerobot"
     raw = "raw"
@@ -40,7 +40,7 @@ def convert(
         str,
         typer.Argument(
             metavar="LAYOUT",
-            help="of the source: libero (HDF5), rlds (TFRecord files with features.json)",
+            help="source format: libero (HDF5), rlds (TFRecord files with features.json)",
             show_default=False,
             autocompletion=one_of(SourceFormat),
         ),
@@ -51,43 +51,48 @@ def convert(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="in the order of env.cameras; of libero agentview by default, of rlds all that are not blank",
+            help="cameras in the order of env.cameras; default: agentview for libero, all non-blank ones for rlds",
             show_default=False,
         ),
     ] = None,
     keep_idle: Annotated[
-        bool, typer.Option("--keep-idle", help="libero: keep frames in which nothing is commanded", show_default=False)
+        bool, typer.Option("--keep-idle", help="libero: keep frames without a command", show_default=False)
     ] = False,
     action: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAMES", help="rlds: features that make the action; by default action", show_default=False
-        ),
+        typer.Option(metavar="NAMES", help="rlds: features that form the action; default: action", show_default=False),
     ] = None,
     state: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="rlds: of the state; by default observation/state", show_default=False),
+        typer.Option(
+            metavar="NAMES", help="rlds: features that form the state; default: observation/state", show_default=False
+        ),
     ] = None,
     split: Annotated[
-        str | None, typer.Option(metavar="NAME", help="rlds: by default train, or the only one", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="rlds: split to convert; default: train, or the only one", show_default=False
+        ),
     ] = None,
     fps: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="rlds: frames per second, which it does not state", show_default=False),
+        typer.Option(
+            metavar="N", min=1, help="rlds: frames per second, which the dataset does not state", show_default=False
+        ),
     ] = None,
     instruction: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="in place of the data's own words", show_default=False)
+        str | None, typer.Option(metavar="TEXT", help="replaces the data's own instruction", show_default=False)
     ] = None,
     upright: Annotated[
         bool,
-        typer.Option("--upright", help="libero: pictures are stored upright; do not turn them", show_default=False),
+        typer.Option("--upright", help="libero: images are stored upright; do not rotate them", show_default=False),
     ] = False,
     to: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="lerobot or raw", autocompletion=one_of(Format))
     ] = Format.lerobot,
     debug: Debug = False,
 ) -> None:
-    """Convert demonstrations of another layout for `embodrl sft`.
+    """Convert demonstrations from another layout for `embodrl sft`.
 
     \b
     Examples:

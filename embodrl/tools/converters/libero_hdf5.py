@@ -1,4 +1,4 @@
-"""LIBERO's published demonstrations (HDF5) as demonstrations that `embodrl sft` trains on.
+"""Converts LIBERO's published demonstrations (HDF5) for `embodrl sft`.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -25,12 +25,12 @@ _Number = TypeVar("_Number", np.float32, np.uint8)
 
 CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 STATE = ("ee_pos", "ee_ori", "gripper_states")
-NOTHING = 1e-4  # OpenVLA's threshold for an action that does nothing
+NOTHING = 1e-4  # OpenVLA's threshold for a no-op action
 MAX_ATTRIBUTE_BYTES = 2**20
 _SCENE = re.compile(r"^[A-Z_]*SCENE\d+_")
-"""Of LIBERO-90 and LIBERO-10: where the task takes place, before what is to be done."""
+"""Scene prefix of LIBERO-90 and LIBERO-10 file names, before the task."""
 MAX_BYTES = 2**33
-"""Of one array of an episode."""
+"""Size limit of one array of an episode."""
 
 
 def convert(
@@ -42,27 +42,23 @@ def convert(
     instruction: str | None = None,
     upright: bool = False,
 ) -> tuple[int, int]:
-    """Write the demonstrations of a file, or of all ``*.hdf5`` in a directory.
+    """Write the demonstrations of a file, or of a directory's ``*.hdf5``; return the number of episodes and frames.
 
-    Pictures are turned by 180 degrees, as the environment gives them and published policies want them, unless the files
-    hold them so (``upright``). Actions are
-    LIBERO's own. Frames in which nothing is commanded are dropped, as in OpenVLA's data.
+    Images are rotated by 180 degrees, as in the environment and for published policies, unless they are already
+    (``upright``). Actions are LIBERO's own. Frames without a command are dropped, as in OpenVLA's data.
 
     Args:
         source: file or directory.
         make_writer: called once the source was found.
         cameras: keys of ``CAMERAS``, in the order of ``env.cameras``.
-        keep_idle: keep the frames in which nothing is commanded.
+        keep_idle: keep the frames without a command.
         report: called with lines of progress.
-        instruction: in place of the words of the task.
-        upright: the pictures are turned already, as some forks store them.
-
-    Returns:
-        How many episodes and frames were written.
+        instruction: replaces the task's instruction.
+        upright: the images are already rotated, as some forks store them.
 
     Raises:
         MissingDependencyError: h5py is not installed.
-        EmbodrlError: there are none, or a file is not in LIBERO's layout.
+        EmbodrlError: there are no demonstrations, or a file is not in LIBERO's layout.
     """
     unknown = [name for name in cameras if name not in CAMERAS]
     if unknown or not cameras or len(set(cameras)) < len(cameras):
@@ -87,7 +83,7 @@ def convert(
             for episode in read_file(h5py, path, cameras, keep_idle, instruction):
                 if upright:
                     episode.images = np.ascontiguousarray(episode.images[:, :, ::-1, ::-1])
-                if len(episode.actions):  # every frame may be idle
+                if len(episode.actions):  # all frames may be idle
                     writer.add(episode)
                     count += 1
             report(f"{path.name}: {count} episodes")
@@ -103,7 +99,7 @@ def convert(
 def read_file(
     h5py: ModuleType, path: Path, cameras: tuple[str, ...], keep_idle: bool, instruction: str | None = None
 ) -> Iterator[DemoEpisode]:
-    """Yield the episodes of a file, their pictures turned; arguments and errors are those of ``convert``."""
+    """Yield the episodes of a file, with rotated images; arguments and errors as for ``convert``."""
     task = path.stem.removesuffix("_demo")
     try:
         with h5py.File(path, "r") as file:
@@ -111,7 +107,7 @@ def read_file(
             words = _instruction(path, task, data.attrs) if instruction is None else instruction
             for name in sorted(data, key=_number):
                 yield _Demo(h5py, path, f"data/{name}", file).episode(task, words, cameras, keep_idle)
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:  # what h5py raises of damaged files
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:  # raised by h5py for damaged files
         raise EmbodrlError(
             f"{path} is not in the layout of LIBERO's demonstrations: {error}",
             "use the files of LIBERO's own download, as <task>_demo.hdf5",
@@ -124,9 +120,10 @@ def _number(name: str) -> int:
 
 
 def _instruction(path: Path, task: str, attributes: Mapping[str, object]) -> str:
-    """Return the words that the environment uses for the task; those of the file where it is of no known suite.
+    """Return the environment's instruction for the task; the file's own if the suite is unknown.
 
-    Files without attributes (those of the published filter of idle frames) have them in their name, as LIBERO reads it.
+    Files without attributes (e.g. the published no-op filtered ones) have the instruction in their name, as LIBERO
+    reads it.
     """
     known = ENVS.entry("libero").instructions()
     if task in known:
@@ -148,7 +145,7 @@ class _File(Protocol):
 
 
 class _Dataset(Protocol):
-    """What is used of ``h5py.Dataset``."""
+    """The used part of ``h5py.Dataset``."""
 
     file: _File
     external: object
@@ -161,14 +158,7 @@ class _Dataset(Protocol):
 
 
 class _Demo:
-    """A demonstration in a file.
-
-    Args:
-        h5py: the module.
-        path: of the file.
-        name: of its group.
-        file: the open file.
-    """
+    """A demonstration in a file."""
 
     def __init__(self, h5py: ModuleType, path: Path, name: str, file: Mapping[str, _Dataset]) -> None:
         self._h5py = h5py
@@ -178,7 +168,7 @@ class _Demo:
         self._length: int | None = None
 
     def episode(self, task: str, instruction: str, cameras: tuple[str, ...], keep_idle: bool) -> DemoEpisode:
-        """Return it without the frames in which nothing is commanded, unless ``keep_idle``."""
+        """Return the episode, without frames that have no command unless ``keep_idle``."""
         number = _number(self._name)
         actions = self._array("actions", (7,))
         check_numbers(self._path, f"{self._name}/actions", actions, number)
@@ -219,7 +209,7 @@ class _Demo:
 
 
 def moving(actions: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the frames of ``actions float32[N,7]`` that command a motion or another gripper than the last kept one."""
+    """Return the frames of ``actions float32[N,7]`` that move, or change the last kept gripper command."""
     kept: list[int] = []
     for frame, action in enumerate(actions):
         gripper_stays = not kept or action[-1] == actions[kept[-1]][-1]

@@ -1,4 +1,4 @@
-"""RLDS datasets (TFRecord files of tensorflow_datasets) as demonstrations that `embodrl sft` trains on.
+"""Converts RLDS datasets (TFRecord files of tensorflow_datasets) for `embodrl sft`.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions, D dimensions of a feature.
 """
@@ -26,21 +26,20 @@ from embodrl.tools.converters.tfrecord import Example, records
 FEATURES = "features.json"
 INFO = "dataset_info.json"
 BLANK = 8
-"""Levels, of 255, between the darkest and the brightest value of a picture that shows nothing; JPEG adds some."""
+"""Maximum brightness range, of 255, of a blank image; JPEG adds some noise."""
 MAX_BYTES = 2**33
-"""Of the pictures of an episode."""
+"""Size limit of the images of an episode."""
 _SHARD = re.compile(r"(?P<split>[^-.]+)\.tfrecord(-(?P<index>\d{5,})-of-(?P<count>\d{5,}))?$")
 
 
 @dataclass(frozen=True)
 class RldsChoice:
-    """What the user asks for.
+    """The user's selection.
 
     Attributes:
-        cameras: names of pictures, in this order; None for all in colour that show something.
-        action, state: names of vectors to be joined; state None for ``observation/state``.
-        split: of the files; None for ``train``, or the only one.
-        instruction: in place of the data's words.
+        cameras: image features, in this order; None for all colour images that are not blank.
+        action, state: vector features to be joined; state None for ``observation/state``.
+        split: split of the files; None for ``train``, or the only one.
     """
 
     cameras: tuple[str, ...] | None = None
@@ -54,9 +53,7 @@ class Rlds:
     """An RLDS dataset.
 
     Args:
-        source: its version folder, with features.json.
-        choice: what is converted.
-        report: called with lines of what is left out, and of progress.
+        report: called with lines about omissions and progress.
 
     Raises:
         EmbodrlError: there is no such dataset, split or feature, or the cameras differ in size.
@@ -79,7 +76,7 @@ class Rlds:
             report(note)
         self.cameras = dict(self.chosen.cameras)
         if choice.cameras is None:
-            self._leave_out_blank()
+            self._drop_blank_cameras()
         sizes = {name: self.features[full].shape[:2] for name, full in self.cameras.items()}
         if len(set(sizes.values())) > 1:
             raise EmbodrlError(
@@ -113,7 +110,6 @@ class Rlds:
     # -- files ----------------------------------------------------------------------------------------------------
 
     def _files(self) -> list[Path]:
-        """Return the files of the split, in order."""
         splits: dict[str, list[Path]] = {}
         for path in sorted(self.source.iterdir()):
             if found := _SHARD.search(path.name):
@@ -130,20 +126,20 @@ class Rlds:
         files = splits[wanted]
         counts = {int(found["count"] or 1) for path in files if (found := _SHARD.search(path.name))}
         if counts != {len(files)}:
-            self.report(f"{len(files)} of {max(counts)} files of the split are there: only these are converted")
+            self.report(f"{len(files)} of {max(counts)} files of the split are present: only these are converted")
         self._lengths = self._stated_lengths(wanted, files)
         return files
 
     def _stated_lengths(self, split: str, files: Sequence[Path]) -> dict[Path, int]:
-        """Return how many episodes dataset_info.json says each file has; nothing where it does not."""
+        """Return the number of episodes per file according to dataset_info.json; empty if it does not say."""
         path = self.source / INFO
         if not path.is_file():
             return {}
-        info = read_fields(path, hint="copy it from the dataset once more")
+        info = read_fields(path, hint="copy it from the dataset again")
         kind = info.text("fileFormat", "tfrecord")
         if kind != "tfrecord":
             hint = "prepare the dataset with file_format=tfrecord"
-            raise layout_error(path, f"the files are {kind}, and tfrecord is read", hint)
+            raise layout_error(path, f"the files are {kind}, but only tfrecord can be read", hint)
         stated = next((one for one in info.objects("splits") if one.text("name", "") == split), None)
         if stated is None or "shardLengths" not in stated:
             return {}
@@ -162,7 +158,7 @@ class Rlds:
     # -- episodes -------------------------------------------------------------------------------------------------
 
     def _episodes(self, example: Example, number: int) -> Iterator[DemoEpisode]:
-        """Yield an episode, or, where its instruction changes, one for each instruction."""
+        """Yield an episode, or one per instruction where the instruction changes."""
         chosen = self.chosen
         actions = self._joined(example, chosen.actions, None)
         length = len(actions)
@@ -172,7 +168,7 @@ class Rlds:
         for what, values in (("action", actions), ("state", state)):
             check_numbers(example.path, f"steps/{what}", values, number)
         words = self._words(example, length)
-        images = self._pictures(example, length)
+        images = self._images(example, length)
         outcomes = self._outcomes(example, chosen, actions)
         solved = None if outcomes is None or not outcomes.rewards.any() else bool((outcomes.rewards > 0).any())
         changes = [0, *(n for n in range(1, length) if words[n] != words[n - 1]), length]
@@ -197,8 +193,8 @@ class Rlds:
         assert self.chosen.words is not None
         texts = [value.decode("utf-8", "replace") for value in self._bytes(example, self.chosen.words, length)]
         if any(not text.strip() for text in texts):
-            problem = f"the record at byte {example.offset} has no words in steps/{self.chosen.words}"
-            raise layout_error(example.path, problem, "give the words with --instruction TEXT")
+            problem = f"the record at byte {example.offset} has no instruction in steps/{self.chosen.words}"
+            raise layout_error(example.path, problem, "give the instruction with --instruction TEXT")
         return texts
 
     def _joined(self, example: Example, names: Sequence[str], length: int | None) -> NDArray[np.float32]:
@@ -210,7 +206,6 @@ class Rlds:
         return np.concatenate(parts, axis=1)
 
     def _vector(self, example: Example, name: str, length: int | None) -> NDArray[np.float32]:
-        """Return a feature of numbers, ``float32[N,D]``."""
         width = int(np.prod(cast("tuple[int, ...]", self.features[name].shape)))
         values = self._values(example, name)
         count = len(values) // max(width, 1)
@@ -231,8 +226,7 @@ class Rlds:
 
     # -- pictures -------------------------------------------------------------------------------------------------
 
-    def _pictures(self, example: Example, length: int) -> NDArray[np.uint8]:
-        """Return ``uint8[N,V,H,W,3]``."""
+    def _images(self, example: Example, length: int) -> NDArray[np.uint8]:
         views: list[NDArray[np.uint8]] = []
         for name in self.cameras.values():
             frames: list[NDArray[np.uint8]] = []
@@ -241,15 +235,15 @@ class Rlds:
                 if frames[0].nbytes * length * len(self.cameras) > MAX_BYTES:
                     raise example.refuse(f"the pictures of {length} steps are larger than {MAX_BYTES:,} bytes")
             if len({frame.shape for frame in frames}) > 1:
-                raise example.refuse(f"the pictures of steps/{name} differ in size")
+                raise example.refuse(f"the images of steps/{name} differ in size")
             views.append(np.stack(frames))
         if len({view.shape for view in views}) > 1:
             hint = "name cameras of one size with --cameras"
             raise layout_error(example.path, f"the record at byte {example.offset} has cameras of several sizes", hint)
         return np.stack(views, axis=1) if views else np.zeros((length, 0, 0, 0, 3), np.uint8)
 
-    def _leave_out_blank(self) -> None:
-        """Drop cameras that show nothing in any picture of any episode."""
+    def _drop_blank_cameras(self) -> None:
+        """Drop cameras that are blank in every episode."""
         blank = dict(self.cameras)
         for path in self.files:
             for example in self._examples(path) if blank else ():
@@ -257,7 +251,7 @@ class Rlds:
                 if not blank:
                     break
         for name in blank:
-            self.report(f"camera {name} is blank in every episode: left out (--cameras would keep it)")
+            self.report(f"camera {name} is blank in every episode: omitted (name it in --cameras to keep it)")
             del self.cameras[name]
 
     def _is_blank(self, example: Example, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What features.json of an RLDS dataset says, and which of its features are converted.
+"""Reads features.json of an RLDS dataset, and selects the features to convert.
 
 Shapes: H x W image, D dimensions.
 """
@@ -23,7 +23,7 @@ WORDS = (
     "observation/natural_language_instruction",
     "observation/language_instruction",
 )
-"""Names that datasets of Open X-Embodiment, LIBERO and DROID give the instruction."""
+"""Instruction features in Open X-Embodiment, LIBERO and DROID datasets."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class RldsFeature:
 
     Attributes:
         kind: ``image``, ``text`` or ``tensor``.
-        shape: of one step; None for a size that varies.
-        dtype: its name.
-        encoding: of a tensor; ``none`` for plain numbers.
+        shape: shape per step; None for a size that varies.
+        encoding: encoding of a tensor; ``none`` for plain numbers.
     """
 
     kind: str
@@ -44,31 +43,27 @@ class RldsFeature:
 
     @property
     def is_words(self) -> bool:
-        """It is one text per step."""
+        """Whether the feature is one text per step."""
         return self.kind == "text" or (self.kind == "tensor" and self.dtype == "string" and not self.shape)
 
     @property
     def is_numbers(self) -> bool:
-        """It is a number or a vector of numbers per step, as it stands."""
+        """Whether the feature is an unencoded number or vector per step."""
         plain = self.kind == "tensor" and self.encoding == "none" and None not in self.shape
         return plain and self.dtype != "string" and len(self.shape) <= 1
 
     @property
     def is_color(self) -> bool:
-        """It is a colour picture."""
         return self.kind == "image" and self.dtype == "uint8" and self.shape[-1:] == (3,)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The features that are converted, by their names in ``steps``.
+    """The features to convert, by their names in ``steps``.
 
     Attributes:
-        actions, state: vectors that are joined in this order.
-        cameras: pictures, by the camera's name.
-        words: the instruction; None if it is given.
-        reward, terminal: None without.
-        notes: what is left out, and what was assumed.
+        actions, state: vectors, joined in this order.
+        words: instruction; None if given by the user.
     """
 
     actions: tuple[str, ...]
@@ -85,9 +80,9 @@ def read_features(path: Path) -> dict[str, RldsFeature]:
 
     Raises:
         FileFormatError: the file can't be read.
-        EmbodrlError: it describes no episodes of steps.
+        EmbodrlError: the file does not describe episodes of steps.
     """
-    top = read_fields(path, hint="copy it from the dataset once more")
+    top = read_fields(path, hint="copy it from the dataset again")
     every = dict(_leaves(top, "", 0))
     steps = {name.removeprefix("steps/"): one for name, one in every.items() if name.startswith("steps/")}
     if not steps:
@@ -120,7 +115,7 @@ def _shape(node: Fields) -> tuple[int | None, ...]:
     if "dimensions" not in shape:
         return ()
     sizes: list[int | None] = []
-    for text in shape.texts("dimensions"):  # protobuf's JSON has whole numbers as texts
+    for text in shape.texts("dimensions"):  # protobuf's JSON encodes integers as strings
         if not text.lstrip("-").isdecimal() or int(text) > MAX_SIZE:
             shape.refuse(f"the dimension {text!r:.40} is not a size")
         sizes.append(int(text) if int(text) >= 0 else None)
@@ -135,18 +130,13 @@ def choose_features(
     state: Sequence[str] | None,
     has_instruction: bool,
 ) -> Chosen:
-    """Return what is converted.
+    """Return the features to convert.
 
-    Args:
-        path: features.json, named in errors.
-        features: of the steps.
-        cameras: names of pictures in this order; None for all that are in colour.
-        action: names of vectors, below ``steps`` or its ``observation``.
-        state: of the same; None takes ``observation/state`` if it is there.
-        has_instruction: the user gives it, so that the data need none.
+    Cameras None takes all in colour, state None ``observation/state`` if present. Names are below ``steps`` or its
+    ``observation``. With ``has_instruction`` the user gives the instruction, so the data needs none.
 
     Raises:
-        EmbodrlError: a name is unknown, or of something else; lists those that there are.
+        EmbodrlError: a name is unknown or of another kind; lists the available names.
     """
     vectors = [name for name, one in features.items() if one.is_numbers]
     colors = sorted(name for name, one in features.items() if one.is_color)
@@ -157,11 +147,11 @@ def choose_features(
     chosen_state = default if state is None else [_named(path, name, vectors, "--state") for name in state]
     words = next((name for name in WORDS if name in features and features[name].is_words), None)
     if words is None and not has_instruction:
-        hint = "give the words with --instruction TEXT"
+        hint = "give the instruction with --instruction TEXT"
         raise layout_error(path, f"none of the steps' features is an instruction ({', '.join(WORDS)})", hint)
     notes: list[str] = []
     if others and cameras is None:
-        notes.append(f"not in colour, left out: {', '.join(others)}")
+        notes.append(f"not in colour, omitted: {', '.join(others)}")
     if state is None and not default:
         notes.append(f"no observation/state, so no state is written; --state names some of {', '.join(vectors)}")
     return Chosen(

@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="convert",
     target="embodrl.tools.converters.cli:convert",
-    description="Convert demonstrations of another layout for `embodrl sft`.",
+    description="Convert demonstrations from another layout for `embodrl sft`.",
 )

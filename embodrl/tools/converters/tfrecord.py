@@ -1,8 +1,8 @@
-"""Records of TFRecord files, and the ``tf.train.Example`` in them, without TensorFlow.
+"""Reads TFRecord files, and the ``tf.train.Example`` in them, without TensorFlow.
 
 A record is ``length uint64``, ``crc uint32`` of the length, the data, ``crc uint32`` of the data; little-endian. The
-checksums are CRC-32C (Castagnoli), rotated and shifted. Both formats are small and frozen, and a reader of them is
-shorter than what a dependency would need around it; only the checksum has to be fast, and numpy computes it in lanes.
+checksums are CRC-32C (Castagnoli), rotated and shifted. Both formats are small and frozen, and this reader is shorter
+than the wrapper of a dependency; only the checksum has to be fast, and numpy computes it in lanes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_RECORD_BYTES = 2**31
 _POLYNOMIAL = 0x82F63B78
 _MASK_DELTA = 0xA282EAD8
 _LANE = 256
-"""Bytes of which one checksum is computed after the other; lanes of this length are computed side by side."""
+"""Bytes per lane: a checksum is sequential within a lane, and lanes are computed in parallel."""
 Values = NDArray[np.generic] | list[bytes]
 Words = NDArray[np.uint32]
 
@@ -69,10 +69,10 @@ def crc32c(data: bytes) -> int:
     """Return the CRC-32C (Castagnoli) of ``data``."""
     start = np.frombuffer(b"\xff\xff\xff\xff", np.uint8)
     lanes = 1 << max(0, -(-max(len(data), 4) // _LANE) - 1).bit_length()
-    padded = np.zeros(lanes * _LANE, np.uint8)  # zeros in front change nothing, as the sum begins with 0
+    padded = np.zeros(lanes * _LANE, np.uint8)  # leading zeros change nothing, as the checksum starts at 0
     padded[len(padded) - len(data) :] = np.frombuffer(data, np.uint8)
     short = len(data) < 4
-    if not short:  # a sum that begins with ones is that of the data with their first four bytes inverted
+    if not short:  # starting at all ones equals inverting the first four bytes of the data
         first = len(padded) - len(data)
         padded[first : first + 4] ^= start
     table = _table()
@@ -97,7 +97,7 @@ def _table() -> Words:
 
 @cache
 def _zeros(power: int) -> Words:
-    """Return what ``_LANE * 2**power`` bytes of zeros make of a sum, by the value of each of its bytes: ``[4,256]``."""
+    """Return the effect of ``_LANE * 2**power`` zero bytes on each byte value of a checksum: ``[4,256]``."""
     sums = np.arange(256, dtype=np.uint32)[None] << (8 * np.arange(4, dtype=np.uint32))[:, None]
     if power:
         return _applied(_zeros(power - 1), _applied(_zeros(power - 1), sums))
@@ -117,14 +117,13 @@ def _wrong(path: Path, offset: int, problem: str) -> EmbodrlError:
 
 
 class Example:
-    """The features of a ``tf.train.Example``, decoded when they are read.
+    """The features of a ``tf.train.Example``, decoded when read.
 
     Args:
-        data: the record.
-        path, offset: where it is, named in errors.
+        path, offset: location, named in errors.
 
     Raises:
-        FileDamagedError: it is no ``tf.train.Example``.
+        FileDamagedError: the record is not a ``tf.train.Example``.
     """
 
     def __init__(self, data: bytes, path: Path, offset: int) -> None:
@@ -143,7 +142,7 @@ class Example:
         return name in self._features
 
     def __getitem__(self, name: str) -> Values:
-        """Return the values of a feature: ``float32[n]``, ``int64[n]``, or n byte strings; KeyError without it."""
+        """Return the values of a feature: ``float32[n]``, ``int64[n]``, or n byte strings; KeyError if absent."""
         for kind, values in self._messages(self._features[name]):
             if kind == 1:
                 return [bytes(value) for _, value in self._messages(values)]
@@ -152,7 +151,6 @@ class Example:
         return []
 
     def refuse(self, problem: str) -> EmbodrlError:
-        """Return the error of a damaged record."""
         return _wrong(self.path, self.offset, problem)
 
     def _text(self, value: memoryview) -> str:
@@ -162,7 +160,6 @@ class Example:
             raise self.refuse("the name of a feature is not UTF-8") from error
 
     def _numbers(self, values: memoryview, kind: int) -> NDArray[np.generic]:
-        """Return packed and single numbers."""
         parts: list[NDArray[np.generic]] = []
         at = 0
         while at < len(values):
@@ -198,7 +195,7 @@ class Example:
         return np.bitwise_or.reduceat(bits, starts).astype(np.int64)
 
     def _messages(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Yield number and content of the fields that have a length; others have no place in an Example."""
+        """Yield number and content of the length-delimited fields; an Example has no others."""
         at = 0
         while at < len(data):
             key, at = self._varint(data, at)
@@ -222,4 +219,4 @@ class Example:
             value |= (byte & 127) << (7 * place)
             if byte < 128:
                 return value, at + place + 1
-        raise self.refuse("a number does not end")
+        raise self.refuse("a number is truncated")

@@ -1,4 +1,4 @@
-"""`embodrl data check`: demonstrations looked over, replayed in their simulator, and compared with a policy."""
+"""`embodrl data check`: demonstrations inspected, replayed in their simulator, and compared with a policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from embodrl.workers.play import Play, take_turns
 logger = logging.getLogger(__name__)
 
 SIDE = 64
-"""Pixels that pictures are reduced to where no policy looks at them."""
+"""Pixels that images are reduced to if no policy needs them."""
 BATCH = 32
 FRAMES = 256
 
@@ -47,10 +47,9 @@ class Replay:
     """Demonstrations repeated open-loop from their seeds.
 
     Attributes:
-        episodes: how many.
-        success: share of them that solved the task again.
-        recorded_success: share that had solved it.
-        picture_difference: mean difference (0 to 255) of the first pictures, recorded and now; None if sizes differ.
+        success: fraction that solved the task again.
+        recorded_success: fraction that had solved it when recorded.
+        picture_difference: mean difference (0 to 255) of the first images, recorded and replayed; None if sizes differ.
     """
 
     episodes: int
@@ -61,15 +60,14 @@ class Replay:
 
 @dataclass(frozen=True)
 class PolicyErrors:
-    """What a policy says on frames of the data.
+    """Errors of a policy on frames of the data.
 
     Attributes:
-        frames: how many were looked at.
-        episodes: of how many they are; with ``held_out``, only of those.
-        mean_abs_error: of each action dimension, in units of the data, over the chunk.
-        of_the_mean: the same of a policy that always says the mean action, of the training data if that is known.
-        of_zero: the same of a policy that always says 0.
-        out_of_range: share of the values that the policy can't say.
+        episodes: number of their episodes; only held-out ones with ``held_out``.
+        mean_abs_error: error of each action dimension, in units of the data, over the chunk.
+        of_the_mean: error of always predicting the mean action, of the training data if known.
+        of_zero: error of always predicting 0.
+        out_of_range: fraction of the values outside the policy's range.
     """
 
     frames: int
@@ -82,17 +80,7 @@ class PolicyErrors:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Result of a check.
-
-    Attributes:
-        directory: of the demonstrations.
-        facts: what they state.
-        num_episodes, num_frames: that were looked at.
-        findings: errors first.
-        replay: in the simulator, if one was given.
-        policy: on the data, if one was given.
-        encoded: different instructions that were encoded for a model; None where no model was named.
-    """
+    """Result of a check; ``encoded`` is the number of instructions encoded for a model, None if none was named."""
 
     directory: Path
     facts: DatasetFacts
@@ -105,11 +93,11 @@ class DataReport:
 
     @property
     def has_errors(self) -> bool:
-        """Something spoils training almost surely."""
+        """Whether a finding almost certainly spoils training."""
         return any(finding.level == "error" for finding in self.findings)
 
     def to_dict(self) -> dict[str, object]:
-        """Return what --json writes."""
+        """Return the content of --json."""
         return {**asdict(self), "directory": str(self.directory)}
 
 
@@ -123,17 +111,17 @@ def check_data(
     held_out: bool = False,
     model: Config | None = None,
 ) -> DataReport:
-    """Look over demonstrations.
+    """Check demonstrations.
 
     Args:
-        directory: of the dataset.
-        config: of the simulator to replay them in; None replays nothing.
-        policy_dir: of a policy or run to compare with; None for none.
-        episodes: that are replayed, at most.
-        overrides: for the policy's configuration.
+        directory: dataset directory.
+        config: configuration of the simulator to replay in; None replays nothing.
+        policy_dir: policy or run to compare with; None for none.
+        episodes: limit on replayed episodes.
+        overrides: overrides of the policy's configuration.
         keys: ``sft.keys``.
         held_out: compare the policy only with episodes that it was not trained on (``load_untrained_demos``).
-        model: a fine-tune on the data, for whose model all instructions are encoded; None encodes none.
+        model: fine-tuning configuration for whose model all instructions are encoded; None encodes none.
 
     Raises:
         EmbodrlError: there are no demonstrations, or simulator or policy are not available.
@@ -160,7 +148,7 @@ def check_data(
 
 
 def encode_instructions(config: Config) -> list[DataFinding]:
-    """Encode all instructions of ``sft.data_dir`` as a fine-tune would; return what does not fit."""
+    """Encode all instructions of ``sft.data_dir`` as a fine-tune would; return the failures."""
     try:
         demos = load_checked_demos(config)
         with TemporaryDirectory() as scratch:
@@ -174,7 +162,7 @@ def encode_instructions(config: Config) -> list[DataFinding]:
 def _replay(
     demos: Demos, facts: DatasetFacts, config: Config, directory: Path, episodes: int
 ) -> tuple[Replay | None, list[DataFinding]]:
-    """Repeat the actions of episodes whose seeds are known; without seeds, only what is stated is compared."""
+    """Repeat the actions of episodes with known seeds; without seeds, only compare stated facts."""
     config = config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": str(directory)})})
     findings: list[DataFinding] = []
     try:
@@ -182,7 +170,7 @@ def _replay(
     except EmbodrlError as error:
         findings.append(DataFinding("error", error.code, error.message, error.hint))
     wanted = [camera.name for camera in config.env.cameras]
-    # Without names, in the format raw, the cameras are those of the environment in its order.
+    # Without camera names, in the format raw, the cameras are the environment's, in its order.
     recorded = list(facts.cameras) if is_lerobot(directory) else wanted[: len(facts.cameras)]
     findings += camera_findings(recorded, wanted)
     tasks = list(config.env.tasks)
@@ -197,19 +185,19 @@ def _replay(
         message = f"replayed, {result.success:.0%} of {result.episodes} episodes succeed, not"
         message += f" {result.recorded_success:.0%} as recorded"
         hint = (
-            "actions do not reproduce what was seen: another env, controller or units; collect.noise_std=0 for replays"
+            "actions do not reproduce the recording: another env, controller or units; collect.noise_std=0 for replays"
         )
         findings.append(DataFinding("warning", "replay-fails", message, hint))
     if result.picture_difference is not None and result.picture_difference > 10:
-        message = f"first pictures differ from those of the simulator by {result.picture_difference:.0f} of 255"
+        message = f"first images differ from the simulator's by {result.picture_difference:.0f} of 255"
         findings.append(
-            DataFinding("warning", "replay-pictures", message, "configure env.cameras as in the collection")
+            DataFinding("warning", "replay-pictures", message, "configure env.cameras as during the collection")
         )
     return result, findings
 
 
 def camera_findings(recorded: list[str], wanted: list[str]) -> list[DataFinding]:
-    """Compare the cameras of a dataset with those of an environment, by name and order; a single one needs no name."""
+    """Compare the cameras of a dataset and an environment, by name and order; a single camera needs no name."""
     missing = [name for name in wanted if name not in recorded]
     if missing and not len(recorded) == len(wanted) == 1:
         message = f"the environment's cameras are {', '.join(wanted)}; the data have {', '.join(recorded) or 'none'}"
@@ -218,21 +206,15 @@ def camera_findings(recorded: list[str], wanted: list[str]) -> list[DataFinding]
     order = [name for name in recorded if name in wanted]
     if not missing and order != wanted:
         message = f"the data have {', '.join(order)}, in another order than the environment: {', '.join(wanted)}"
-        hint = "`embodrl sft` takes them by name; give other software the environment's order"
+        hint = "`embodrl sft` matches them by name; give other software the environment's order"
         return [DataFinding("warning", "camera-order", message, hint)]
     return []
 
 
 def picture_difference(before: NDArray[np.uint8], seen: NDArray[np.uint8], views: list[int]) -> float | None:
-    """Return the mean absolute difference of pictures ``[N,V,H,W,3]``, the second reduced to the size of the first.
+    """Return the mean absolute difference of images ``[N,V,H,W,3]``, the second reduced to the size of the first.
 
-    Args:
-        before: of the data, with their cameras.
-        seen: of the environment, with its cameras.
-        views: place in ``before`` of each camera of ``seen``.
-
-    Returns:
-        None where the cameras are others.
+    None if the cameras differ; ``views`` is the index in ``before`` of each camera of ``seen``.
     """
     if len(views) != seen.shape[1]:
         return None
@@ -246,7 +228,7 @@ def picture_difference(before: NDArray[np.uint8], seen: NDArray[np.uint8], views
 
 
 def _repeat(demos: Demos, episodes: list[int], pool: EnvPool) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return the first pictures ``uint8[B,V,H,W,3]`` of B episodes repeated, and which are solved again ``bool[B]``."""
+    """Return the first images ``uint8[B,V,H,W,3]`` of B replayed episodes, and which are solved again ``bool[B]``."""
     spans = [np.flatnonzero(demos.episode == n) for n in episodes]
     success = np.zeros(len(spans), np.bool_)
 
@@ -322,12 +304,12 @@ def _compare(
 
 
 def _check_split(trained: SftConfig, now: SftConfig, directory: Path) -> list[DataFinding]:
-    """Compare what a policy was trained on with what is taken for it; return what there is to say.
+    """Compare the policy's training data with the data held to be its own; return a note.
 
     Raises:
-        EmbodrlError: arguments split the data otherwise than the policy's run.
+        EmbodrlError: arguments split the data differently from the policy's run.
     """
-    if trained.data_dir == SftConfig().data_dir:  # not of a run: the arguments say what it was trained on
+    if trained.data_dir == SftConfig().data_dir:  # not from a run: the arguments say what it was trained on
         return []
     if (trained.max_episodes, trained.val_episodes) != (now.max_episodes, now.val_episodes):
         raise EmbodrlError(
@@ -348,10 +330,10 @@ def policy_errors(
     """Return the errors of a policy's most probable actions on frames spread evenly over demonstrations.
 
     Args:
-        policy: to compare.
-        demos: in its cameras.
-        include_state: it sees the state.
-        mean: the mean action that is compared with, ``float32[A]``; None for that of ``demos``.
+        policy: policy to compare.
+        demos: demonstrations with its cameras.
+        include_state: the policy reads the state.
+        mean: baseline mean action, ``float32[A]``; None for the mean of ``demos``.
     """
     frames = np.unique(np.linspace(0, len(demos.actions) - 1, FRAMES).astype(np.int64))
     always = demos.actions.mean(axis=0) if mean is None else mean
@@ -381,8 +363,10 @@ def _policy_findings(errors: PolicyErrors, policy: VLAPolicy, demos: Demos, conf
     span = np.ptp(demos.actions, axis=0)
     checked = Checked(demos, DatasetFacts({}, len(mae), 0, None, None))
     if inverted := [i for i in checked.binary if mae[i] > 0.75 * span[i]]:
-        message = f"the policy says the opposite of the data in dimensions {shown(inverted)}"
+        message = f"the policy predicts the opposite of the data in dimensions {shown(inverted)}"
         yield DataFinding("error", "gripper-inverted", message, "set model.gripper, or change the sign in the data")
     if worse := [i for i in checked.moving if mae[i] > plain[i]]:
         message = f"the policy is worse than the mean action in dimensions {shown(worse)}"
-        yield DataFinding("warning", "policy-untrained", message, "not trained on such data, or other units or cameras")
+        yield DataFinding(
+            "warning", "policy-untrained", message, "not trained on such data, or different units or cameras"
+        )

@@ -1,4 +1,4 @@
-"""What makes fine-tunes fail, looked for in demonstrations: units, grippers, lag, cameras, copies, frames.
+"""Checks of demonstrations for common causes of failed fine-tunes: units, grippers, lag, cameras, copies, frames.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions, E episodes.
 """
@@ -23,7 +23,7 @@ SMALL = 0.02
 DEGREES = 2 * np.pi
 TICKS = 400.0
 OUTLIER = 20.0
-"""Times the span from q01 to q99."""
+"""In multiples of the range from q01 to q99."""
 LAGS = range(-5, 11)
 LEAST_CORRELATION = 0.7
 LAG_MARGIN = 0.02
@@ -34,13 +34,11 @@ WRIST = ("wrist", "hand", "gripper", "eef")
 
 @dataclass(frozen=True)
 class DataFinding:
-    """Something to look at before training.
+    """A finding to check before training.
 
     Attributes:
-        level: an ``error`` spoils training almost surely; a ``warning`` may.
-        code: stable identifier.
-        message: what was found, with dimensions and episodes numbered from 0.
-        hint: what to do.
+        level: an ``error`` almost certainly spoils training; a ``warning`` may.
+        message: observation, with dimensions and episodes numbered from 0.
     """
 
     level: Level
@@ -51,12 +49,11 @@ class DataFinding:
 
 @dataclass
 class Checked:
-    """Demonstrations and what the checks share.
+    """Demonstrations and values shared by the checks.
 
     Attributes:
-        demos: with frames of any size, or none.
-        facts: what the dataset says about itself.
-        binary: action dimensions that take two values nearly always (grippers) -> these values.
+        demos: demonstrations with frames of any size, or none.
+        binary: action dimensions that nearly always take two values (grippers) -> these values.
     """
 
     demos: Demos
@@ -76,25 +73,26 @@ class Checked:
 
     @property
     def episodes(self) -> list[slice]:
-        """The frames of each episode."""
         starts = np.flatnonzero(np.diff(self.demos.episode, prepend=-1))
         return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(self.demos.episode)], strict=True)]
 
     @property
     def moving(self) -> list[int]:
         """Action dimensions that are neither constant nor binary."""
-        return [i for i, still in enumerate(_still(self.demos.actions)) if not still and i not in self.binary]
+        return [
+            i for i, still in enumerate(_constant_dimensions(self.demos.actions)) if not still and i not in self.binary
+        ]
 
 
 def inspect(demos: Demos, facts: DatasetFacts) -> list[DataFinding]:
-    """Return what was found, errors first; nothing for data that are as they should be."""
+    """Return the findings, errors first; empty for sound data."""
     checked = Checked(demos, facts)
     found = [finding for check in CHECKS for finding in check(checked)]
     return sorted(found, key=lambda finding: finding.level != "error")
 
 
 def shown(numbers: Sequence[int] | NDArray[np.int64], limit: int = 8) -> str:
-    """Return numbers, the first of them where they are many."""
+    """Return a list of numbers, truncated if long."""
     more = f" and {len(numbers) - limit} more" if len(numbers) > limit else ""
     return ", ".join(str(int(number)) for number in numbers[:limit]) + more
 
@@ -113,17 +111,17 @@ def _scale(data: Checked) -> Iterator[DataFinding]:
         yield DataFinding("warning", "action-scale-small", message, f"{NORMALIZE}; 256 bins would not resolve them")
 
 
-def _still(values: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return which dimensions of ``[N,D]`` do not move, ``bool[D]``: those that normalisation takes for constant."""
+def _constant_dimensions(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Return the constant dimensions of ``[N,D]``, ``bool[D]``, as defined by the normalisation."""
     low, high = values.min(0).astype(np.float64), values.max(0).astype(np.float64)
     return is_constant(high - low, low, high)
 
 
 def _constant(data: Checked) -> Iterator[DataFinding]:
     for name, values in (("action", data.demos.actions), ("state", data.demos.state)):
-        if len(still := np.flatnonzero(_still(values))):
+        if len(still := np.flatnonzero(_constant_dimensions(values))):
             message = f"{name} dimensions {shown(still)} never change"
-            yield DataFinding("warning", f"{name}-constant", message, "check the recording, or leave them out")
+            yield DataFinding("warning", f"{name}-constant", message, "check the recording, or drop them")
 
 
 def _outliers(data: Checked) -> Iterator[DataFinding]:
@@ -151,7 +149,7 @@ def _gripper(data: Checked) -> Iterator[DataFinding]:
             yield DataFinding("error", "gripper-mixed", message, "bring all episodes to one convention")
         elif (closed, opened) == (0.0, 1.0):
             message = f"action dimension {i} is 0 or 1: embodrl's simulators take -1 to 1"
-            hint = "scale it to -1 to 1; model.gripper=libero or bridge is for policies that say 0 to 1"
+            hint = "scale it to -1 to 1; model.gripper=libero or bridge is for policies that output 0 to 1"
             yield DataFinding("warning", "gripper-zero-one", message, hint)
         first = column[[episode.start for episode in data.episodes]]
         share = float((first == closed).mean())
@@ -161,14 +159,14 @@ def _gripper(data: Checked) -> Iterator[DataFinding]:
 
 
 def _lag(data: Checked) -> Iterator[DataFinding]:
-    """Compare actions, or their changes where they are positions, with changes of the state, shifted."""
+    """Compare actions, or their changes if they are positions, with shifted changes of the state."""
     actions = data.demos.actions.astype(np.float64)
     state = data.demos.state.astype(np.float64)
     if not state.shape[1] or not data.moving:
         return
     size = min(actions.shape[1], state.shape[1])
     if np.ptp(actions, axis=0)[:size].any() and np.abs(actions[:, :size] - state[:, :size]).max() < 1e-6:
-        message = "actions are the state of the same frame: a policy would learn to stand still"
+        message = "actions are the state of the same frame: a policy would learn not to move"
         yield DataFinding("error", "action-is-state", message, "record the commanded position, or the next state")
         return
     change = [_changes(values, data.episodes) for values in (actions, state)]
@@ -185,7 +183,7 @@ def _lag(data: Checked) -> Iterator[DataFinding]:
     )
     for sign, level, code in kinds_of_lag:
         frames, votes = Counter([*(lag for lag in late.values() if lag * sign > 0), 0]).most_common(1)[0]
-        # One dimension alone may correlate by chance with some dimension of the state.
+        # A single dimension may correlate with a state dimension by chance.
         if frames * sign > 0 and 2 * votes > len(data.moving):
             where = shown([i for i, lag in late.items() if lag == frames])
             message = f"the state changes {abs(frames)} frames {'before' if sign < 0 else 'after'} the action"
@@ -204,7 +202,7 @@ def _changes(values: NDArray[np.float64], episodes: list[slice]) -> NDArray[np.f
 def _best_lag(
     column: NDArray[np.float64], change: NDArray[np.float64], episodes: list[slice]
 ) -> tuple[float, int, float]:
-    """Return the largest correlation of ``[N]`` with one of ``[N,S]``, its lag, and the largest at lags 0 and 1."""
+    """Return the largest correlation of ``[N]`` with a column of ``[N,S]``, its lag, and the largest at lag 0 or 1."""
     best = 0.0
     at_rest = 0.0
     lag = 0
@@ -240,7 +238,9 @@ def _duplicates(data: Checked) -> Iterator[DataFinding]:
             copies.append(number)
     if copies:
         message = f"{len(copies)} episodes repeat the actions and states of earlier ones: {shown(copies)}"
-        yield DataFinding("warning", "episode-duplicate", message, "remove them, unless they are meant to count more")
+        yield DataFinding(
+            "warning", "episode-duplicate", message, "remove them, unless they are meant to have more weight"
+        )
 
 
 def _frames(data: Checked) -> Iterator[DataFinding]:
@@ -261,11 +261,11 @@ def _frames(data: Checked) -> Iterator[DataFinding]:
             and not np.any(np.diff(pictures[episode].astype(np.int16), axis=0))
         ]
         if stuck:
-            message = f"{name} shows one picture throughout {len(stuck)} episodes: {shown(stuck)}"
+            message = f"{name} shows the same image throughout {len(stuck)} episodes: {shown(stuck)}"
             yield DataFinding("error", "frames-frozen", message, "remove these episodes, or the camera (sft.cameras)")
         for other in range(view):
             if np.array_equal(images[:, view], images[:, other]) and not dark.all():
-                message = f"{names[other]} and {name} show the same pictures"
+                message = f"{names[other]} and {name} show the same images"
                 yield DataFinding("error", "camera-duplicate", message, "check how the cameras were recorded")
 
 
@@ -274,7 +274,7 @@ def _cameras(data: Checked) -> Iterator[DataFinding]:
     on_wrist = [any(word in name.lower() for word in WRIST) for name in names]
     if len(names) > 1 and on_wrist[0] and not all(on_wrist):
         order = [name for _, name in sorted(zip(on_wrist, names, strict=True), key=lambda pair: pair[0])]
-        message = f"the first camera is {names[0]}: policies have seen the scene first and the wrist second"
+        message = f"the first camera is {names[0]}: policies are trained with the scene first and the wrist second"
         yield DataFinding("warning", "camera-order", message, f"sft.cameras=[{','.join(order)}]")
 
 
@@ -293,7 +293,7 @@ def _episodes(data: Checked) -> Iterator[DataFinding]:
     blank = [place for place, words in enumerate(data.demos.instruction_table) if not words.strip()]
     if len(empty := np.unique(data.demos.episode[np.isin(data.demos.instruction, blank)])):
         message = f"episodes {shown(empty)} have no instruction"
-        yield DataFinding("warning", "instruction-empty", message, "write what is done into meta/tasks")
+        yield DataFinding("warning", "instruction-empty", message, "add the instructions to meta/tasks")
 
 
 def _idle(data: Checked) -> Iterator[DataFinding]:

@@ -18,13 +18,16 @@ app = make_app()
 GRIPPERS = ("as_is", "libero", "bridge")
 
 Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="a LeRobot dataset, or what collect.format=raw wrote", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="DIR", help="a LeRobot dataset, or a collection with collect.format=raw", show_default=False
+    ),
 ]
 
 
 @app.callback()
 def about() -> None:
-    """Look at demonstrations: what makes fine-tunes fail, and statistics.
+    """Inspect demonstrations: common causes of failed fine-tunes, and statistics.
 
     \b
     Examples:
@@ -51,10 +54,10 @@ def check(
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Look for what makes fine-tunes fail: units, grippers, lag, cameras, copies, frames.
+    """Check for common causes of failed fine-tunes: units, grippers, lag, cameras, copies, frames.
 
-    With --env, demonstrations of `embodrl collect` are repeated open-loop from their seeds; with --policy, its actions
-    are compared with those of the data. ARGS are settings of either; with model=NAME all instructions are encoded for
+    With --env, demonstrations of `embodrl collect` are replayed open-loop from their seeds; with --policy, its actions
+    are compared with the data's. ARGS are settings of either; with model=NAME all instructions are encoded for
     that model. Exit code 1 if there is an error.
 
     \b
@@ -77,7 +80,7 @@ def check(
             raise UsageError("--held-out compares a policy", "add --policy PATH", code="held-out-without-policy")
         given = list(overrides or [])
         for_policy = given
-        if env is not None and policy is not None:  # two verbs share the arguments
+        if env is not None and policy is not None:  # the arguments are shared by two verbs
             of_env = concerning(given, "collect")
             of_policy = concerning(given, "sft")
             for_policy = [text for text in given if text in of_policy or text not in of_env]
@@ -98,7 +101,6 @@ def check(
 
 
 def _keys(directory: Path, overrides: list[str] | None) -> dict[str, str]:
-    """Return ``sft.keys`` of the arguments."""
     from embodrl.pipelines.load import load_config
 
     names = [text for text in overrides or [] if text.startswith("sft.keys")]
@@ -107,13 +109,7 @@ def _keys(directory: Path, overrides: list[str] | None) -> dict[str, str]:
 
 
 def show(report: DataReport, suggest_replay: bool, held_out: bool = False) -> None:
-    """Print a report, and with ``suggest_replay`` what a replay would find.
-
-    Args:
-        report: to print.
-        suggest_replay: the episodes were not replayed.
-        held_out: the policy was compared only with episodes that it was not trained on.
-    """
+    """Print a report, and with ``suggest_replay`` what a replay could find."""
     from rich.table import Table
 
     from embodrl.reporting.terminal import safe_console
@@ -183,7 +179,7 @@ def stats(
         from embodrl.storage.json_file import check_json_file
 
         if foreign := [text for text in overrides or [] if not text.startswith("sft.keys")]:
-            hint = "leave it out: the statistics are of all frames, and take sft.keys alone"
+            hint = "leave it out: statistics cover all frames, and only sft.keys applies"
             raise UsageError(f"`embodrl data stats` does not read '{foreign[0]}'", hint, code="data-stats-setting")
         check_json_file(output)
         convention = cast(Convention, choose(gripper, GRIPPERS, "gripper convention"))

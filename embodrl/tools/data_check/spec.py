@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="data",
     target="embodrl.tools.data_check.cli:app",
-    description="Look at demonstrations: what makes fine-tunes fail, and statistics.",
+    description="Inspect demonstrations: common causes of failed fine-tunes, and statistics.",
 )

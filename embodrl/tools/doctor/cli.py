@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 def doctor(
     overrides: Overrides = None,
-    json_output: Annotated[bool, typer.Option("--json", help="one JSON object in place of tables")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")] = False,
     debug: Debug = False,
 ) -> None:
     """Check this machine: packages, Vulkan driver, GPU, disk. Exits 0 if training can run, else 1.
 
-    With ARGS, one environment of that configuration is made and one frame drawn, too, in the interpreter that
+    With ARGS, it also makes one environment of that configuration and renders one frame, in the interpreter that
     env.python names.
 
     \b

@@ -1,4 +1,4 @@
-"""Optional packages: which are there, in a version that fits, and importable."""
+"""Checks of optional packages: installed, in a suitable version, and importable."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ IMPORT_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class Extra:
-    """What an extra of the package brings.
+    """An extra of the package.
 
     Attributes:
-        name: of the extra, as in ``pip install 'embodrl[NAME]'``.
-        modules: that it has to make importable.
-        distribution: whose version is compared with what the extra asks for.
-        purpose: what it is needed for, and nothing else.
+        distribution: distribution whose version is compared with the extra's requirement.
+        purpose: the only use of the extra.
     """
 
     name: str
@@ -46,21 +44,21 @@ EXTRAS = (
 
 
 def check_extras(extras: tuple[Extra, ...] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S) -> list[MachineFinding]:
-    """Look at every extra; what is there is imported for real, in processes of their own, two at a time."""
+    """Check every extra; installed ones are imported in separate processes, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda extra: check_extra(extra, timeout_s), extras))
 
 
 def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> MachineFinding:
-    """Look at one extra; its absence is not a problem, as extras are optional."""
+    """Check one extra; its absence is not a problem."""
     name = f"extra {extra.name}"
     hint = f"pip install 'embodrl[{extra.name}]'"
     absent = [module for module in extra.modules if not _is_there(module)]
     if len(absent) == len(extra.modules):
         return MachineFinding(name, "ok", f"not installed; for {extra.purpose} only", hint)
     if absent:
-        return MachineFinding(name, "warning", f"only a part is installed, without {', '.join(absent)}", hint)
-    wanted = _unmet(extra)
+        return MachineFinding(name, "warning", f"partially installed, without {', '.join(absent)}", hint)
+    wanted = _unmet_version(extra)
     if wanted:
         return MachineFinding(name, "warning", wanted, hint)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
@@ -94,8 +92,8 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _unmet(extra: Extra) -> str:
-    """Return which version the extra asks for, where another one is installed; "" where that is not known."""
+def _unmet_version(extra: Extra) -> str:
+    """Return the version required by the extra if another one is installed; "" if unknown."""
     try:
         from packaging.requirements import Requirement
 

@@ -1,6 +1,6 @@
-"""`embodrl doctor`: can this machine train, and if not, what is missing and how to get it.
+"""`embodrl doctor`: whether this machine can train; if not, what is missing and how to get it.
 
-The checks import neither torch nor a simulator into this process; what needs them runs in a process of its own.
+The checks import neither torch nor a simulator into this process; checks that need them run in their own process.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def installed_version(distribution: str) -> str | None:
 
 
 def check_python(found: tuple[int, int] = sys.version_info[:2]) -> MachineFinding:
-    """Python 3.11 or 3.12."""
+    """Check for Python 3.11 or 3.12."""
     text = f"{found[0]}.{found[1]} ({sys.executable})"
     if found in SUPPORTED_PYTHONS:
         return MachineFinding("Python", "ok", text)
-    return MachineFinding("Python", "error", text, "make the virtual environment with Python 3.11 or 3.12")
+    return MachineFinding("Python", "error", text, "create the virtual environment with Python 3.11 or 3.12")
 
 
 def check_cpu() -> MachineFinding:
-    """Cores that this process may use."""
+    """Check the cores that this process may use."""
     usable = len(os.sched_getaffinity(0))
     present = os.cpu_count() or 1
     text = f"{usable} of {present} cores usable"
@@ -60,7 +60,7 @@ def check_cpu() -> MachineFinding:
 
 
 def check_memory() -> MachineFinding:
-    """Memory for two simulators, the policy and its optimizer."""
+    """Check the memory for two simulators, the policy and its optimizer."""
     limit = memory_limit_bytes() / GIB
     available = psutil.virtual_memory().available / GIB
     text = f"{limit:.1f} GiB, {min(limit, available):.1f} GiB available"
@@ -70,7 +70,7 @@ def check_memory() -> MachineFinding:
 
 
 def check_shared_memory(path: Path = Path("/dev/shm"), min_mib: float = MIN_SHARED_MEMORY_MIB) -> MachineFinding:
-    """Room for Ray and NCCL; the memory that simulators share with the run is not there."""
+    """Check /dev/shm for Ray and NCCL; memory shared with simulators does not use it."""
     if not path.is_dir():
         hint = "mount it: mount -t tmpfs tmpfs /dev/shm"
         return MachineFinding("shared memory", "warning", f"{path} is missing, which Ray and NCCL use", hint)
@@ -83,7 +83,7 @@ def check_shared_memory(path: Path = Path("/dev/shm"), min_mib: float = MIN_SHAR
 
 
 def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> MachineFinding:
-    """Room for checkpoints and videos where runs are written."""
+    """Check the disk space for checkpoints and videos in the output directory."""
     existing = path.resolve()
     while not existing.exists():
         existing = existing.parent
@@ -95,7 +95,7 @@ def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> MachineFinding:
 
 
 def check_torch() -> MachineFinding:
-    """Which torch build, from its metadata."""
+    """Check which torch build is installed, from its metadata."""
     found = installed_version("torch")
     if found is None:
         return MachineFinding("torch", "error", "not installed", "pip install torch (in a clone: make setup)")
@@ -103,7 +103,7 @@ def check_torch() -> MachineFinding:
 
 
 def check_torchvision(torch: str | None, torchvision: str | None) -> MachineFinding:
-    """A torchvision built for CUDA beside a CPU torch breaks every import of transformers."""
+    """Check torchvision: a CUDA build with a CPU torch breaks every import of transformers."""
     if torchvision is None:
         return MachineFinding("torchvision", "ok", "not installed (embodrl does not need it)")
     text = f"{torchvision} beside torch {torch}"
@@ -115,8 +115,8 @@ def check_torchvision(torch: str | None, torchvision: str | None) -> MachineFind
 
 
 def list_gpus() -> list[tuple[str, int]]:
-    """Return name and memory in bytes of the NVIDIA GPUs that the driver reports; empty without a driver."""
-    pynvml = importlib.import_module("pynvml")  # it has no types
+    """Return name and memory in bytes of the driver's NVIDIA GPUs; empty without a driver."""
+    pynvml = importlib.import_module("pynvml")  # untyped package
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -132,7 +132,7 @@ def list_gpus() -> list[tuple[str, int]]:
 
 
 def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> MachineFinding:
-    """GPUs, and whether torch can use them."""
+    """Check the GPUs, and whether torch can use them."""
     if not gpus:
         return MachineFinding("GPU", "ok", "none; the policy runs on the CPU")
     text = "; ".join(f"{name}, {size / GIB:.1f} GiB" for name, size in gpus)
@@ -142,7 +142,7 @@ def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> MachineFinding:
 
 
 def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> Iterator[MachineFinding]:
-    """Run every check; a frame is drawn only where the driver could do it."""
+    """Run every check; frames are rendered only if the driver supports it."""
     torch = installed_version("torch")
     libraries = check_libraries()
     driver = vulkan.probe_in_subprocess()
@@ -155,7 +155,7 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[
 
 
 def summarize(findings: list[MachineFinding], gpus: list[tuple[str, int]]) -> CheckedMachine:
-    """Return what the presets need to know."""
+    """Return the findings that the presets need."""
     usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
     return CheckedMachine(
         simulators=problems(findings),
@@ -173,18 +173,15 @@ def run_doctor(
     extensions: Sequence[str] = (),
     progress: Callable[[MachineFinding], None] = lambda _: None,
 ) -> int:
-    """Examine the machine and show what was found.
+    """Check the machine and print the findings; return 0 if training can run, else 1.
 
     Args:
-        json_output: one JSON object in place of tables.
-        output_dir: where runs will be written.
-        console: where to write; standard output by default.
-        further: one check more, such as of the simulator of a configuration.
+        json_output: print one JSON object instead of tables.
+        output_dir: directory of future runs.
+        console: output; standard output by default.
+        further: additional check, such as of a configuration's simulator.
         extensions: modules that register environments, whose examples and probes are checked as well.
-        progress: called with every check that is complete.
-
-    Returns:
-        0 if training can run, 1 otherwise.
+        progress: called with every completed check.
     """
     console = console or Console()
     gpus = list_gpus() if importlib.util.find_spec("pynvml") else []

@@ -14,7 +14,7 @@ PARTNERS = {
     "env": ("", "model=mlp", "model=mlp env.state=full experiment=human_in_the_loop"),
     "model": ("", "env=libero_spatial"),
 }
-"""What the pages name beside a preset that does not go with the defaults: a model without a language, LIBERO."""
+"""Partner presets, as documented, of presets that do not fit the defaults: a model without language, LIBERO."""
 # Weights, gradients and the two moments of AdamW, all in actor.param_dtype.
 COPIES_IN_TRAINING = 4
 BYTES = {"fp32": 4, "bf16": 2}
@@ -23,13 +23,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class CheckedMachine:
-    """What the checks found, as far as presets care.
+    """Results of the checks that matter for presets.
 
     Attributes:
         simulators: env_type -> why it does not run here; "" if it does. An env_type that was not checked is absent.
-        memory_bytes: of the host.
         gpu_bytes: memory of each CUDA GPU that torch can use.
-        has_wandb: the package is installed.
     """
 
     simulators: dict[str, str]
@@ -39,7 +37,7 @@ class CheckedMachine:
 
 
 def lacks(config: Config, machine: CheckedMachine) -> str:
-    """Return what this machine lacks for a configuration; "" if it runs."""
+    """Return the missing requirement of a configuration; "" if it runs."""
     missing: list[str] = []
     simulator = machine.simulators.get(config.env.env_type, "")
     if simulator:
@@ -65,7 +63,7 @@ def lacks(config: Config, machine: CheckedMachine) -> str:
 
 
 def _num_parameters(config: Config) -> int:
-    """Return how many parameters a model without a checkpoint has; 0 for one that is elsewhere."""
+    """Return the number of parameters of a model without a checkpoint; 0 for a remote model."""
     family = MODELS.entry(config.model.model_type)
     if family.only_acts:
         return 0
@@ -75,15 +73,15 @@ def _num_parameters(config: Config) -> int:
 
     from embodrl.models.registry import build_policy
 
-    shape = config.model.model_copy(update={"warm_start": None, "unnorm_key": None})  # the size of the section
+    shape = config.model.model_copy(update={"warm_start": None, "unnorm_key": None})  # the size defined by the section
     policy, _ = build_policy(shape, device="meta", dtype=torch.bfloat16, seed=0)
     return sum(parameter.numel() for parameter in policy.parameters())
 
 
 def preset_lacks(machine: CheckedMachine) -> dict[str, str]:
-    """Return each preset, with the other that its page names beside it if it needs one, and what it lacks here.
+    """Return each preset, with its documented partner if needed, and its missing requirement.
 
-    ``group=preset`` or ``group=preset group=preset`` -> "" where it runs with everything else left at its default.
+    ``group=preset`` or ``group=preset group=preset`` -> "" if it runs with all other settings at their defaults.
     """
     return dict(judge(group, name, machine) for group in GROUPS for name in presets(group))
 

@@ -12,10 +12,12 @@ from embodrl.cli.common import Debug, execute
 
 app = make_app(cls=Verbs)
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="the simulator: libero", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="simulator: libero", show_default=False)]
 Prefix = Annotated[
     Path | None,
-    typer.Option("--prefix", metavar="DIR", help="where; by default in the cache directory", show_default=False),
+    typer.Option(
+        "--prefix", metavar="DIR", help="target directory; default: in the cache directory", show_default=False
+    ),
 ]
 
 
@@ -37,9 +39,9 @@ def install(
     force: Annotated[bool, typer.Option("--force", help="replace an existing environment", show_default=False)] = False,
     debug: Debug = False,
 ) -> None:
-    """Make a virtual environment with a simulator's pinned packages; what is there already stays.
+    """Create a virtual environment with a simulator's pinned packages; keeps an existing one.
 
-    Packages come from where pip is configured to look.
+    Packages come from pip's configured index.
 
     \b
     Examples:
@@ -58,13 +60,13 @@ def install(
         )
         if not at_default:
             print(f"or: export EMBODRL_{name.upper()}_ENV={python.parents[1]}, and env.python=auto finds it")
-        print("embodrl doctor checks it by making one environment and drawing one frame")
+        print("embodrl doctor checks it by making one environment and rendering one frame")
 
     execute(action, debug)
 
 
 def list_all(debug: Debug = False) -> None:
-    """List the simulators that can have an isolated environment, and where it is."""
+    """List the simulators that can have an isolated environment, and its directory."""
 
     def action() -> None:
         from embodrl.preflight.isolated import list_environments

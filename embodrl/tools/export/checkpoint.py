@@ -31,23 +31,22 @@ def export_checkpoint(
     adapters: Literal["merged", "apart"] = "merged",
     layout: Literal["public", "lerobot"] = "public",
 ) -> tuple[Checkpoint, Config]:
-    """Write the policy of a checkpoint in its public layout; read on the CPU. The run may still be training.
+    """Write the policy of a checkpoint in its public layout; return the checkpoint and the run's configuration.
+
+    The checkpoint is read on the CPU; the run may still be training.
 
     Args:
-        source: a run, whose newest intact checkpoint is taken, or ``RUN/checkpoints/step_N``.
-        directory: a new one.
-        overrides: of the run's configuration.
-        trust: its settings may run code though another user started the run.
-        layout: that of the family's publisher, or lerobot's.
-        adapters: low-rank ones are added to the weights, or written apart from them in peft's layout.
-
-    Returns:
-        the checkpoint, and the configuration of the run.
+        source: a run, whose newest intact checkpoint is used, or ``RUN/checkpoints/step_N``.
+        directory: new directory.
+        overrides: overrides of the run's configuration.
+        trust: the run's settings may run code though another user started it.
+        layout: the family's published layout, or lerobot's.
+        adapters: merge low-rank adapters into the weights, or write them separately in peft's layout.
 
     Raises:
-        CheckpointError: this is not a run, or it has no intact checkpoint.
+        CheckpointError: not a run, or no intact checkpoint.
         OutputError: the directory exists or can't be written.
-        EmbodrlError: adapters are to be written apart, and there are none, or their base is not available.
+        EmbodrlError: adapters are to be written separately, but there are none, or their base is not available.
     """
     is_step = STEP.fullmatch(source.name) is not None and source.parent.name == "checkpoints"
     run_dir = source.parent.parent if is_step else source
@@ -63,7 +62,7 @@ def export_checkpoint(
     if layout == "lerobot":
         if adapters == "apart":
             hint = "leave out --adapters apart: they are merged"
-            raise UsageError("adapters are not written apart in lerobot's layout", hint, code="export-layout")
+            raise UsageError("lerobot's layout has no separate adapters", hint, code="export-layout")
         for line in policy.save_lerobot(directory, [camera.name for camera in config.env.cameras]):
             logger.warning(line)
         return checkpoint, config
@@ -73,8 +72,8 @@ def export_checkpoint(
     base = base_of(config)
     if base is None:
         raise EmbodrlError(
-            "the run began from random weights, or from further adapters (model.lora_path), so there is no model that"
-            " its adapters are over",
+            "the run began from random weights, or from further adapters (model.lora_path), so its adapters have"
+            " no base model",
             "export with --adapters merged",
             code="adapters-not-apart",
         )
@@ -83,7 +82,7 @@ def export_checkpoint(
 
 
 def _load(run_dir: Path, checkpoint: Checkpoint, overrides: list[str], trust: bool) -> LoadedConfig:
-    """Load the configuration of a run, with the statistics that `embodrl sft` computed, which its base lacks."""
+    """Load the configuration of a run, with the statistics computed by `embodrl sft`, which its base lacks."""
     statistics = run_dir / STATISTICS_FILE
     if statistics.is_file():
         overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]

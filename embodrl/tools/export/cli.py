@@ -12,14 +12,14 @@ from embodrl.cli.common import Debug, Overrides, Trust, execute
 
 
 class AdapterLayout(StrEnum):
-    """What becomes of low-rank adapters."""
+    """How low-rank adapters are exported."""
 
     merged = "merged"
     apart = "apart"
 
 
 class ExportLayout(StrEnum):
-    """Of the files."""
+    """Layout of the files."""
 
     public = "public"
     lerobot = "lerobot"
@@ -32,28 +32,30 @@ def export(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory", show_default=False)],
     adapters: Annotated[
         AdapterLayout,
-        typer.Option(help="low-rank adapters: added to the weights in float32, or apart in peft's layout"),
+        typer.Option(help="low-rank adapters: merged into the weights in float32, or apart in peft's layout"),
     ] = AdapterLayout.merged,
     layout: Annotated[
-        ExportLayout, typer.Option(help="that of the family's publisher, or lerobot's (pi0, pi05, smolvla)")
+        ExportLayout, typer.Option(help="the family's published layout, or lerobot's (pi0, pi05, smolvla)")
     ] = ExportLayout.public,
     push: Annotated[
         str | None,
-        typer.Option("--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, too", show_default=False),
+        typer.Option("--push", metavar="ORG/NAME", help="also upload it to the Hugging Face hub", show_default=False),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="make the repository public", show_default=False)] = False,
-    licence: Annotated[str, typer.Option("--license", metavar="ID", help="of the hub's list, for the card")] = "other",
+    licence: Annotated[
+        str, typer.Option("--license", metavar="ID", help="license identifier of the hub, for the card")
+    ] = "other",
     overrides: Overrides = None,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Write the policy of a checkpoint in its public layout.
 
-    Of a run it is the newest intact checkpoint; sharded ones are put together. Low-rank adapters over weights in
-    bfloat16 act as they were trained only if they stay apart: read them with model.lora_path.
+    For a run, the newest intact checkpoint; sharded ones are merged. Low-rank adapters on weights in
+    bfloat16 act as trained only if they stay apart: load them with model.lora_path.
 
     --push uploads it with a model card, the run's configuration and metrics, and its newest evaluation with videos. A
-    new repository is private without --public. The login is that of `hf auth login`, or HF_TOKEN.
+    new repository is private without --public. Log in with `hf auth login`, or set HF_TOKEN.
 
     \b
     Examples:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl import __version__
 from embodrl.config.explain import to_yaml
 from embodrl.config.schema import Config
 from embodrl.errors import HubError, UsageError
@@ -18,6 +17,7 @@ from embodrl.runs.sft import METRICS_FILE as SFT_METRICS
 from embodrl.runs.sft import is_sft_run
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import base_of
+from embodrl.version import __version__
 
 CARD = "README.md"
 CONFIG = "training/config.yaml"
@@ -29,11 +29,11 @@ PUBLIC_HINT = "add --public to publish it, or push to another name"
 
 
 def check_push(repository: str, public: bool) -> HubName:
-    """Return the repository to push to; raised before anything is exported.
+    """Return the repository to push to; fails before anything is exported.
 
     Raises:
-        UsageError: this is no ``OWNER/NAME``.
-        HubError: there is no login, the hub can't be reached, or the repository is public and ``public`` is not set.
+        UsageError: the name is not ``OWNER/NAME``.
+        HubError: no login, the hub can't be reached, or the repository is public and ``public`` is not set.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -42,7 +42,7 @@ def check_push(repository: str, public: bool) -> HubName:
     if name is None or name.revision is not None or name.kind != "model":
         raise UsageError(f"--push {repository}: not the name of a model", "give OWNER/NAME", code="hub-name")
     if get_token() is None:
-        problem = "pushing to the hub needs a login, and there is none"
+        problem = "pushing to the hub needs a login"
         raise HubError(problem, "log in with `hf auth login`, or set HF_TOKEN", code="hub-access")
     with explained(name):
         try:
@@ -57,21 +57,21 @@ def check_push(repository: str, public: bool) -> HubName:
 def push(name: HubName, policy: Path, checkpoint: Checkpoint, config: Config, public: bool, licence: str) -> str:
     """Upload a policy with its card, the run's configuration and metrics, and its newest evaluation with videos.
 
-    The login is that of the hub's own tools; a token is neither read from settings nor written anywhere.
+    Uses the login of the hub's own tools; a token is neither read from settings nor written anywhere.
 
     Args:
-        name: that ``check_push`` returned; a new repository is private unless ``public``.
-        policy: the exported directory.
-        checkpoint: of a run, that it was exported from.
-        config: of the run.
-        public: a new repository is.
-        licence: an identifier of the hub.
+        name: result of ``check_push``; a new repository is private unless ``public``.
+        policy: exported directory.
+        checkpoint: checkpoint of a run that it was exported from.
+        config: configuration of the run.
+        public: make a new repository public.
+        licence: license identifier of the hub.
 
     Returns:
-        the address of the commit.
+        URL of the commit.
 
     Raises:
-        HubError: the hub refuses, or can't be reached; nothing is visible then but an empty repository.
+        HubError: the hub refuses, or can't be reached; at most an empty repository is then visible.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -94,13 +94,11 @@ def push(name: HubName, policy: Path, checkpoint: Checkpoint, config: Config, pu
                 name.repository, operations, commit_message=f"Policy of step {checkpoint.step}"
             ).commit_url
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, OSError):  # an answer of the hub, which is explained
+            if isinstance(error, OSError):  # a response of the hub, which is explained
                 raise
             cause = type(error.__cause__ or error).__name__
             problem = f"{name}: a file could not be uploaded ({cause})"
-            raise HubError(
-                problem, "run the command again: what was uploaded is kept", code="hub-unreachable"
-            ) from error
+            raise HubError(problem, "run the command again: uploaded files are kept", code="hub-unreachable") from error
 
 
 def _records(run_dir: Path, config: Config) -> Iterator[tuple[str, Path | bytes]]:
@@ -123,12 +121,11 @@ def _evaluation(run_dir: Path) -> Fields | None:
 
 
 def _without_home(text: str) -> str:
-    """Leave out the user's name as it stands in paths."""
     return text.replace(str(Path.home()), "~")
 
 
 def _card(name: HubName, config: Config, how: str, licence: str, evaluation: Fields | None, files: list[str]) -> str:
-    """Return the card: YAML that the hub reads, and a text."""
+    """Return the card: YAML for the hub, and a text."""
     from huggingface_hub import EvalResult, ModelCardData
 
     env = config.env

@@ -1,1 +1,1 @@
-"""Configurations of other systems."""
+"""Importers of other systems' configurations."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class System(StrEnum):
-    """Whose configurations can be read."""
+    """Systems whose configurations can be imported."""
 
     rlinf = "rlinf"
 
@@ -27,17 +27,17 @@ def import_recipe(
     ],
     recipe: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="a recipe, with the folders env and model beside it", show_default=False),
+        typer.Argument(metavar="FILE", help="a recipe, next to its folders env and model", show_default=False),
     ],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="YAML", help="write the configuration there", show_default=False),
+        typer.Option("--out", "-o", metavar="YAML", help="write the configuration to this file", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Turn a recipe of another system into a configuration, and say what becomes of each of its keys.
+    """Convert a recipe of another system to a configuration, and report the outcome of each of its keys.
 
-    The file is read as plain YAML with those that it includes from beside it; no code of it runs.
+    Reads the file and its includes in the same folder as plain YAML; runs none of its code.
 
     \b
     Examples:
@@ -63,13 +63,13 @@ def import_recipe(
 
 
 def report(path: Path, found: Import) -> list[str]:
-    """Return the report's lines: totals, presets, and each key by what became of it."""
+    """Return the lines of the report: totals, presets, and the keys by outcome."""
     from embodrl.tools.importers.rlinf import GROUPS
 
     counts = ", ".join(f"{found.count(group)} {words}" for group, words in GROUPS.items())
     lines = [f"{path}: {len(found.answers)} keys: {counts}"]
     lines.append(f"kept: {found.share:.0%} of the {found.num_read} keys that RLinf reads")
-    lines += [f"not found beside the recipe: {name}" for name in found.recipe.missing]
+    lines += [f"not found next to the recipe: {name}" for name in found.recipe.missing]
     lines.append("presets: " + " ".join(f"{group}={name}" for group, name in found.presets.items()))
     lines += [f"choose it yourself: {key}, RLinf's is {name}" for key, name in found.missing.items()]
     for group, words in GROUPS.items():

@@ -1,4 +1,4 @@
-"""Recipes in Hydra's form, read as plain YAML: nothing is instantiated and no resolver runs."""
+"""Reads recipes in Hydra's form as plain YAML: instantiates nothing and runs no resolver."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from embodrl.config.nodes import MAX_TEXT, parse_scalar, read_yaml
 from embodrl.errors import ConfigError
 
 MAX_DEFAULTS = 4
-"""Files that name others, one after the other."""
+"""Limit on nested includes."""
 MAX_FILES = 64
-"""Files that a recipe includes in all; further ones count as missing."""
+"""Limit on included files of a recipe; further ones count as missing."""
 MAX_REFERENCES = 8
-"""Interpolations whose values are interpolations."""
+"""Limit on nested interpolations."""
 _DEFAULT = re.compile(r"([\w-]+(?:/[\w-]+)*)/([\w.-]+)(?:@([\w.]+))?")
 _REFERENCE = re.compile(r"\$\{(\.*)([^${}]*)\}")
 
 
 @dataclass
 class HydraRecipe:
-    """A recipe with the files that it includes.
+    """A recipe with its included files.
 
     Attributes:
         values: dotted key -> value; lists are values.
-        missing: entries of ``defaults`` whose files are not there.
-        unresolved: keys whose interpolation does not point into the recipe.
-        num_files: files that were included.
+        missing: entries of ``defaults`` without a file.
+        unresolved: keys whose interpolation points outside the recipe.
     """
 
     values: dict[str, object] = field(default_factory=dict[str, object])
@@ -39,11 +38,7 @@ class HydraRecipe:
 
 
 def read_recipe(path: Path) -> HydraRecipe:
-    """Read a recipe, the files of its ``defaults`` beside it, and its interpolations.
-
-    Raises:
-        ConfigError: a file can't be read or is not a YAML mapping.
-    """
+    """Read a recipe, the files of its ``defaults`` next to it, and its interpolations; raises ConfigError."""
     recipe = HydraRecipe()
     root = path.absolute().parent
     recipe.values = dict(_flat(_read(path, root, recipe, 0)))
@@ -69,7 +64,7 @@ def _read(path: Path, root: Path, recipe: HydraRecipe, depth: int) -> dict[str, 
 def _include(entry: object, tree: dict[str, object], root: Path, recipe: HydraRecipe, depth: int) -> None:
     """Merge the file of an entry of ``defaults`` into a tree, at its package."""
     found = _DEFAULT.fullmatch(entry) if isinstance(entry, str) else None
-    if found is None:  # _self_, an override of Hydra's own groups
+    if found is None:  # _self_, or an override of Hydra's own groups
         return
     group, name, package = found.groups()
     path = root / group / f"{name}.yaml"
@@ -101,7 +96,6 @@ def _flat(tree: dict[str, object], prefix: str = "") -> Iterator[tuple[str, obje
 
 
 def _resolved(key: str, value: object, values: dict[str, object], recipe: HydraRecipe) -> object:
-    """Return a value with the interpolations that point into the recipe."""
     current, place = value, key
     for _ in range(MAX_REFERENCES):
         if not isinstance(current, str) or "${" not in current:
@@ -110,7 +104,7 @@ def _resolved(key: str, value: object, values: dict[str, object], recipe: HydraR
         if whole is not None and (target := _target(whole, place)) in values:
             current, place = values[target], target
             continue
-        # A part that is null is one that RLinf's launch script fills in.
+        # A null part is filled in by RLinf's launch script.
         parts = {found.group(): values.get(_target(found, place)) for found in _REFERENCE.finditer(current)}
         text = _REFERENCE.sub(lambda found, parts=parts: str(parts[found.group()]), current)
         if None in parts.values() or text == current or len(text) > MAX_TEXT:
@@ -121,7 +115,7 @@ def _resolved(key: str, value: object, values: dict[str, object], recipe: HydraR
 
 
 def _target(reference: re.Match[str], key: str) -> str:
-    """Return the key that an interpolation at a key means: one dot is its own mapping, each further one a level up."""
+    """Return the target of an interpolation at a key: one dot is its own mapping, each further one a level up."""
     dots, name = reference.groups()
     parts = key.split(".")
     return name if not dots else ".".join([*parts[: max(0, len(parts) - len(dots))], name])

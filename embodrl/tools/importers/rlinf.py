@@ -1,4 +1,4 @@
-"""A recipe of RLinf as settings of ours, with what became of each of its keys."""
+"""Translates an RLinf recipe to our settings, with the outcome of each of its keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Group = Literal["mapped", "default", "meaningless", "unsupported", "unread"]
 GROUPS: dict[Group, str] = {
     "mapped": "mapped",
     "default": "equal to our default",
-    "meaningless": "without meaning here",
+    "meaningless": "not applicable",
     "unsupported": "unsupported",
     "unread": "not read by RLinf either",
 }
@@ -34,14 +34,7 @@ GROUPS: dict[Group, str] = {
 
 @dataclass(frozen=True)
 class KeyAnswer:
-    """What became of a key.
-
-    Attributes:
-        key: of the recipe.
-        value: of the recipe.
-        ours: settings here, as ``key=value``.
-        note: why there are none, and the nearest key.
-    """
+    """Outcome of a key of the recipe: our settings as ``key=value``, or a note on why there are none."""
 
     key: str
     value: object
@@ -50,7 +43,6 @@ class KeyAnswer:
     note: str = ""
 
     def line(self) -> str:
-        """Return it in words."""
         value = "null" if self.value is None else str(self.value)
         shown = value if len(value) <= 60 else f"{value[:57]}..."
         return (
@@ -62,13 +54,13 @@ class KeyAnswer:
 
 @dataclass
 class Import:
-    """A recipe of RLinf in our terms.
+    """An RLinf recipe translated to our settings.
 
     Attributes:
         presets: group -> preset; all of them exist.
-        missing: what the recipe names and is not here: group, suite or tasks -> RLinf's name. The user chooses.
-        settings: dotted key -> value, those that differ from the presets.
-        answers: one for each key of the recipe.
+        missing: unavailable group, suite or tasks -> RLinf's name; the user chooses.
+        settings: dotted key -> value, where different from the presets.
+        answers: one per key of the recipe.
     """
 
     recipe: HydraRecipe
@@ -78,24 +70,22 @@ class Import:
     answers: list[KeyAnswer] = field(default_factory=list[KeyAnswer])
 
     def count(self, group: Group) -> int:
-        """Return how many keys are in a group."""
         return sum(answer.group == group for answer in self.answers)
 
     @property
     def num_read(self) -> int:
-        """Keys that RLinf reads."""
         return len(self.answers) - self.count("unread")
 
     @property
     def share(self) -> float:
-        """Part of the keys that RLinf reads which are kept: all but the unsupported ones."""
+        """Fraction of the keys read by RLinf that are kept, i.e. not unsupported."""
         return 1.0 - self.count("unsupported") / self.num_read if self.num_read else 1.0
 
     def document(self) -> dict[str, object]:
         """Return the configuration: ``presets`` and values.
 
-        What has no counterpart stands in it as RLinf calls it, so that it is refused until something is chosen: nothing
-        else is to run in its place.
+        Names without a counterpart are kept as RLinf's, so that validation fails until the user chooses, rather than
+        running something else.
         """
         groups = {group: name for group, name in self.missing.items() if "." not in group}
         tree: dict[str, object] = {"presets": {**self.presets, **groups}}
@@ -110,11 +100,7 @@ class Import:
 
 
 def import_rlinf(path: Path) -> Import:
-    """Translate a recipe.
-
-    Raises:
-        ConfigError: it can't be read.
-    """
+    """Translate a recipe; raises ConfigError if it can't be read."""
     recipe = read_recipe(path)
     chosen = _presets(recipe)
     presets = {group: name for group, name in chosen.items() if _exists(group, name)}
@@ -130,7 +116,7 @@ def import_rlinf(path: Path) -> Import:
 
 
 _CHOSEN = {"env.train.init_params.id": "env.tasks", "env.train.task_suite_name": "env.suite"}
-"""Keys that choose what is simulated -> the key here; without a counterpart, the preset's would run instead."""
+"""Keys that choose the simulation -> our key; without a counterpart, the preset's value would run instead."""
 
 
 def _exists(group: str, name: str) -> bool:
@@ -160,7 +146,9 @@ def _answer(key: str, value: object, recipe: HydraRecipe, tree: Node, settings: 
         group: Group = "default" if value in entry.neutral else "unsupported"
         return KeyAnswer(key, value, group, note="" if group == "default" else _note(entry))
     if key in recipe.unresolved:
-        return KeyAnswer(key, value, "unsupported", note=f"its interpolation leads out of the recipe; set {entry.ours}")
+        return KeyAnswer(
+            key, value, "unsupported", note=f"its interpolation points outside the recipe; set {entry.ours}"
+        )
     try:
         found = _with_cameras(entry.settings(value, recipe.values), tree)
     except UnsupportedValue as reason:
@@ -169,7 +157,7 @@ def _answer(key: str, value: object, recipe: HydraRecipe, tree: Node, settings: 
 
 
 def _mapped(key: str, value: object, found: Settings, tree: Node, settings: Settings, entry: RlinfKey) -> KeyAnswer:
-    """Keep the settings that differ from the presets, or from what another key has asked for."""
+    """Keep the settings that differ from the presets, or from another key's request."""
     new = {
         ours: given for ours, given in found.items() if ours in settings or _default(ours, tree) != _comparable(given)
     }
@@ -189,7 +177,7 @@ def _note(entry: RlinfKey) -> str:
 
 
 def _with_cameras(found: Settings, tree: Node) -> Settings:
-    """Replace a side of every camera by the whole list, since a list of a file replaces that of a preset."""
+    """Replace partial camera settings by the whole list, since a list in a file replaces the preset's."""
     result = {key: value for key, value in found.items() if not key.startswith("env.cameras.*.")}
     node = lookup(tree, "env.cameras")
     for key, value in found.items():
@@ -202,7 +190,6 @@ def _with_cameras(found: Settings, tree: Node) -> Settings:
 
 
 def _default(key: str, tree: Node) -> object:
-    """Return what the presets, or else the schema, give a key."""
     node = lookup(tree, key)
     if node is not None:
         return _comparable(node.plain())
@@ -214,7 +201,7 @@ def _default(key: str, tree: Node) -> object:
 
 
 def _refusal(key: str, value: object, tree: Node) -> str:
-    """Return why the schema refuses a value; empty if it does not, or has no such field."""
+    """Return the schema's objection to a value; empty if there is none, or no such field."""
     section, _, name = key.rpartition(".")
     model: type[BaseModel] | None = section_model(section, schema_of(tree))
     if model is None or name not in model.model_fields:

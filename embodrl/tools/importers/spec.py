@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="import",
     target="embodrl.tools.importers.cli:import_recipe",
-    description="Turn a recipe of another system into a configuration, and say what becomes of each of its keys.",
+    description="Convert a recipe of another system to a configuration, and report the outcome of each of its keys.",
 )

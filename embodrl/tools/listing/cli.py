@@ -15,7 +15,7 @@ from embodrl.errors import ConfigError, ConfigProblem
 
 
 class ListedKind(StrEnum):
-    """What is listed."""
+    """Kinds of names to list."""
 
     models = "models"
     envs = "envs"
@@ -28,7 +28,7 @@ class ListedKind(StrEnum):
 
 
 def complete_group(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete a group of presets after ``presets``."""
+    """Complete a preset group after ``presets``."""
     from embodrl.config.presets import groups
 
     is_presets = ctx.params.get("kind") == ListedKind.presets
@@ -49,7 +49,7 @@ def list_names(
         list[str] | None,
         typer.Argument(
             metavar="[GROUP]... [extensions=[MODULE,...]]",
-            help="groups of presets alone (`list presets env`); modules that register models and environments",
+            help="only these preset groups (`list presets env`); modules that register models and environments",
             show_default=False,
             autocompletion=complete_group,
         ),
@@ -94,11 +94,7 @@ def list_names(
 
 
 def split_groups(kinds: list[ListedKind], words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the groups of presets that are named after ``presets``, and the other words.
-
-    Raises:
-        UsageError: there is no such group.
-    """
+    """Split the words after ``presets`` into preset groups and the rest; raises UsageError for an unknown group."""
     from embodrl.config.presets import groups
 
     named = [word for word in words if "=" not in word] if kinds == [ListedKind.presets] else []
@@ -106,14 +102,14 @@ def split_groups(kinds: list[ListedKind], words: list[str]) -> tuple[list[str], 
 
 
 def load_extensions(settings: list[str], config_file: Path | None = None, trust: bool = False) -> tuple[Path, ...]:
-    """Import the modules of ``extensions``, on the command line or in a file or run; return directories of presets.
+    """Import the modules of ``extensions``, from the command line, a file or a run; return preset directories.
 
     Raises:
-        ConfigError: another setting is given, a module can't be imported, or a run that another user started names it.
+        ConfigError: another setting is given, a module can't be imported, or it is named by another user's run.
     """
     from embodrl.config.presets import DIRS, directory_problems, own_directories
 
-    if not settings and config_file is None:  # without what composing imports
+    if not settings and config_file is None:  # avoids the imports of composing
         own = own_directories()
         if problems := directory_problems(own):
             raise ConfigError(problems)
@@ -127,7 +123,7 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
             "is not a setting of `embodrl list`",
             str(argument.origin),
             "extensions",
-            hint="give extensions=[MODULE,...], or no setting",
+            hint="give extensions=[MODULE,...], or no settings",
             code="config-unknown-key",
         )
         for argument in parse_arguments(settings)[0]

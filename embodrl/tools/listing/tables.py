@@ -1,4 +1,4 @@
-"""What `embodrl list` lists; importing it loads the schema, which no other verb's help needs."""
+"""The tables of `embodrl list`; importing this loads the schema, which no other verb's help needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL_FACTS = {
     "trainable": "trainable",
     "checkpoint": "checkpoint",
 }
-"""Facts of a spec that are listed, with their labels."""
+"""Listed facts of a spec, with their labels."""
 INSTALL = "to install"
 SETTINGS = "settings"
 ENV_FACTS = {"actions": "actions", "camera_list": "cameras", "experts": "experts", "verified": "verified"}
@@ -29,14 +29,14 @@ ENV_FACTS = {"actions": "actions", "camera_list": "cameras", "experts": "experts
 
 @dataclass(frozen=True)
 class ListedName:
-    """A name that may be chosen, and what is known about it: labels and texts; several tasks have the same label."""
+    """A selectable name with facts about it: labels and texts; several tasks share a label."""
 
     name: str
     description: str
     facts: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
     def as_json(self) -> dict[str, object]:
-        """Return it for JSON; the texts of a label are a list."""
+        """Return it as JSON values; the texts of a label are a list."""
         facts: dict[str, list[str]] = {}
         for label, text in self.facts:
             facts.setdefault(label, []).append(text)
@@ -55,7 +55,7 @@ def as_text(entries: list[ListedName]) -> str:
 
 
 def facts_of(spec: Spec, labels: dict[str, str]) -> list[tuple[str, str]]:
-    """Return the facts of a spec that are known, with their labels."""
+    """Return the known facts of a spec, with their labels."""
     found: list[tuple[str, str]] = []
     for key, label in labels.items():
         fact: str | tuple[str, ...] | None = getattr(spec, key)
@@ -65,13 +65,13 @@ def facts_of(spec: Spec, labels: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def settings_of(own: type[BaseModel], common: type[BaseModel], section: str) -> list[tuple[str, str]]:
-    """Return as a fact the settings that a class adds to those of all."""
+    """Return, as a fact, the settings that a class adds to the common ones."""
     names = [f"{section}.{name}" for name in own.model_fields if name not in common.model_fields]
     return [(SETTINGS, ", ".join(names))] if names else []
 
 
 def models() -> list[ListedName]:
-    """Return the registered models, each with what is known about it."""
+    """Return the registered models with their facts."""
     return [
         ListedName(
             spec.name,
@@ -83,7 +83,7 @@ def models() -> list[ListedName]:
 
 
 def envs() -> list[ListedName]:
-    """Return the registered environments, each with what is known about it, and its tasks with their instructions."""
+    """Return the registered environments with their facts and their tasks with instructions."""
     found: list[ListedName] = []
     for spec in ENVS.all():
         facts = [*facts_of(spec, ENV_FACTS), *settings_of(env_settings(spec.name), EnvConfig, "env")]
@@ -96,7 +96,7 @@ def envs() -> list[ListedName]:
 
 
 def labelled_tasks(spec: SimulatorSpec) -> list[tuple[str, str]]:
-    """Return the tasks of an environment with their instructions, below the suites where there are any."""
+    """Return the tasks of an environment with their instructions, by suite where it has suites."""
     tasks = {task: task + f": {text}" * bool(text) for task, text in spec.instructions().items()}
     result: list[tuple[str, str]] = []
     for name, suite in spec.suites.items():
@@ -120,7 +120,7 @@ def pipelines() -> list[ListedName]:
 
 
 def axes() -> list[ListedName]:
-    """Return for each environment the axes along which an evaluation can perturb it."""
+    """Return the axes along which evaluations can perturb each environment."""
     found: list[ListedName] = []
     for spec in ENVS.all():
         for name, axis in spec.axes.items():
@@ -130,7 +130,7 @@ def axes() -> list[ListedName]:
 
 
 def protocols() -> list[ListedName]:
-    """Return the evaluation protocols, each with what it sets and where that is written down."""
+    """Return the evaluation protocols with their settings and sources."""
     found: list[ListedName] = []
     for spec in PROTOCOLS.all():
         facts = [("", _assignments(spec.settings))]
@@ -151,11 +151,9 @@ def _assignments(settings: Mapping[str, object]) -> str:
 
 
 def presets(own: Sequence[Path] = (), groups: Sequence[str] = ()) -> list[ListedName]:
-    """Return presets with the first line of their comment; of those in ``own`` also the file.
+    """Return presets with the first line of their comment; also the file for presets in ``own``.
 
-    Args:
-        own: directories of the user's.
-        groups: those that are wanted; empty for all.
+    Only the requested ``groups``; empty for all.
     """
     found: list[ListedName] = []
     for group in groups or preset_files.groups():
@@ -167,7 +165,7 @@ def presets(own: Sequence[Path] = (), groups: Sequence[str] = ()) -> list[Listed
 
 
 def experiments(own: Sequence[Path] = ()) -> list[ListedName]:
-    """Return the presets of experiments, with the stages of those that are recipes and what they are known to reach."""
+    """Return the experiment presets, with the stages of recipes and their known results."""
     found: list[ListedName] = []
     for name in preset_files.presets("experiment", own):
         recipe = lookup(preset_files.load_presets({"experiment": name}, own)[0], "recipe")
@@ -188,5 +186,5 @@ SECTIONS = {
     "axes": axes,
     "protocols": protocols,
 }
-"""What is listed beside presets and experiments, which may be the user's own."""
+"""Tables that include presets and experiments, which may be the user's own."""
 OF_PRESETS = {"presets": presets, "experiments": experiments}

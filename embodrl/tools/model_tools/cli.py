@@ -17,7 +17,7 @@ Dtype = StrEnum("Dtype", ["bf16", "float32"])
 
 
 def families() -> list[str]:
-    """Return the names of the families that have a public layout."""
+    """Return the names of the families with a public layout."""
     from embodrl.specs import MODELS
 
     return [name for name in MODELS if MODELS.entry(name).public_layout]
@@ -25,7 +25,7 @@ def families() -> list[str]:
 
 @app.callback()
 def about() -> None:
-    """Make model checkpoints, and check models of your own.
+    """Create model checkpoints, and check your own models.
 
     \b
     Examples:
@@ -45,21 +45,24 @@ def random(
         ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory", show_default=False)],
-    size: Annotated[Size, typer.Option(help="of the published checkpoint, or of the tiny preset")] = Size.public,
-    dtype: Annotated[Dtype, typer.Option(help="of the weights; pi0 and pi0.5 keep some in float32")] = Dtype.bf16,
+    size: Annotated[Size, typer.Option(help="size of the published checkpoint, or of the tiny preset")] = Size.public,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; pi0 and pi0.5 keep some in float32")] = Dtype.bf16,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="with tokenizer.json; else a small stand-in", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="directory with tokenizer.json; default: a small stand-in", show_default=False
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="of the weights")] = 0,
     shard_size: Annotated[
         float | None,
-        typer.Option(metavar="GB", min=0.001, help="of a file at most; 5 GiB by default", show_default=False),
+        typer.Option(metavar="GB", min=0.001, help="maximum file size; default: 5 GiB", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint of a family's public layout and size with random weights.
+    """Write a checkpoint with random weights in a family's public layout and size.
 
-    It is for tests of loading, memory and speed: model.model_path=DIR loads it; its actions mean nothing.
+    For tests of loading, memory and speed: load it with model.model_path=DIR; its actions mean nothing.
 
     \b
     Examples:
@@ -87,12 +90,12 @@ def check(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Check that a model keeps what every policy promises, on observations of the environment.
+    """Check that a model fulfils the contract of every policy, on observations of the environment.
 
-    Rollout and training compute the same log-probs, rows are independent, the generator decides, gradients reach only
-    what trains, files round-trip, and the imitation loss falls on one batch. Weights are stirred, so that nothing hides
-    behind layers that begin with zeros. What a model need not offer, such as imitation, is named where it lacks. Exits
-    1 if a promise is broken.
+    Rollout and training compute the same log-probs, rows are independent, sampling is seeded, gradients reach only
+    trainable parameters, files round-trip, and the imitation loss falls on one batch. Weights are perturbed, so that
+    zero-initialised layers hide nothing. Missing optional features, such as imitation, are listed. Exits
+    with 1 if a check fails.
 
     \b
     Examples:

@@ -1,6 +1,6 @@
-"""What every policy promises, as checks of one: `embodrl model check` and the tests of all families run them.
+"""The contract of every policy, as checks: used by `embodrl model check` and the tests of all families.
 
-PPO and its relatives are right only if training computes the log-probs that the rollout had, whatever the batch.
+PPO and related algorithms are correct only if training computes the rollout's log-probs, whatever the batch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ SFT_STEPS = 10
 
 @dataclass(frozen=True)
 class Subject:
-    """A policy, and what is needed to look at it.
+    """A policy under test.
 
     Attributes:
-        policy: in evaluation mode; its weights change.
-        observation: of B rows that differ.
-        sampling: of rollouts.
-        load: from the directory of ``save_pretrained`` to a new policy.
-        tolerance: largest difference of log-probs, values and actions that is rounding.
-        sft_lr: learning rate of the imitation.
+        policy: policy in evaluation mode; its weights change.
+        load: loads a new policy from the directory of ``save_pretrained``.
+        tolerance: largest difference of log-probs, values and actions that counts as rounding.
     """
 
     policy: VLAPolicy
@@ -42,7 +39,6 @@ class Subject:
     sft_lr: float = 1e-3
 
     def act(self, seed: int = 0, mode: str = "train") -> PolicyOutput:
-        """Return actions of all rows, with random numbers of a seed."""
         generator = torch.Generator().manual_seed(seed)
         return self.policy.predict_action_batch(
             self.observation, "train" if mode == "train" else "eval", self.sampling, generator
@@ -50,7 +46,7 @@ class Subject:
 
 
 def stir(policy: VLAPolicy, std: float = 0.02) -> None:
-    """Give every parameter some noise, so that nothing hides behind a layer that begins with zeros."""
+    """Perturb every parameter, so that zero-initialised layers hide nothing."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -99,7 +95,7 @@ def row_problems(subject: Subject) -> Iterator[str]:
 
 
 def seed_problems(subject: Subject) -> Iterator[str]:
-    """The generator decides what is drawn, and nothing else; greedy actions need none."""
+    """Sampling depends on the generator and nothing else; greedy actions need none."""
     first = subject.act(1)
     again = subject.act(1)
     other = subject.act(2)
@@ -112,7 +108,7 @@ def seed_problems(subject: Subject) -> Iterator[str]:
 
 
 def gradient_problems(subject: Subject) -> Iterator[str]:
-    """The loss of RL reaches every group that trains, and nothing else."""
+    """The RL loss reaches every trained group, and nothing else."""
     policy = subject.policy
     policy.zero_grad(set_to_none=True)
     result = policy.evaluate_actions(subject.act().forward_inputs, subject.sampling)
@@ -127,7 +123,7 @@ def gradient_problems(subject: Subject) -> Iterator[str]:
 
 
 def stray_gradients(policy: VLAPolicy) -> Iterator[str]:
-    """Yield what is wrong with gradients: not finite, in frozen parameters, or in parameters of no group."""
+    """Yield gradient problems: not finite, in frozen parameters, or in parameters of no group."""
     trained = {id(parameter) for group in policy.trainable_groups().values() for parameter in group}
     unused = {id(parameter) for parameter in policy.unused_parameters()}
     for name, parameter in policy.named_parameters():
@@ -142,7 +138,7 @@ def stray_gradients(policy: VLAPolicy) -> Iterator[str]:
 
 
 def reached_groups(policy: VLAPolicy) -> set[str]:
-    """Return the trainable groups with a gradient that is not zero."""
+    """Return the trainable groups with a nonzero gradient."""
     return {name for name, group in policy.trainable_groups().items() if any(map(_has_gradient, group))}
 
 
@@ -170,7 +166,7 @@ def file_problems(subject: Subject) -> Iterator[str]:
 
 
 def imitation_problems(subject: Subject) -> Iterator[str]:
-    """The imitation loss is finite, reaches only what trains, and falls on one batch; it changes the weights."""
+    """The imitation loss is finite, reaches only trainable parameters, falls on one batch, and changes the weights."""
     policy = subject.policy
     batch = _demonstrations(subject)
     trained = [parameter for group in policy.trainable_groups().values() for parameter in group]
@@ -197,7 +193,6 @@ def imitation_problems(subject: Subject) -> Iterator[str]:
 
 
 def _demonstrations(subject: Subject) -> dict[str, Tensor]:
-    """Return a batch of imitation: what is observed, with random actions."""
     policy = subject.policy
     rows = subject.observation.batch_size
     generator = torch.Generator().manual_seed(0)
@@ -207,7 +202,7 @@ def _demonstrations(subject: Subject) -> dict[str, Tensor]:
 
 
 def half_precision_problems(subject: Subject) -> Iterator[str]:
-    """Acting, RL and imitation work under bfloat16's autocast, in which training computes here."""
+    """Acting, RL and imitation work under bfloat16 autocast, in which training computes here."""
     policy = subject.policy
     with autocast("bf16", policy.device):
         yield from [*shape_problems(subject), *gradient_problems(subject)]
@@ -242,6 +237,6 @@ CHECKS: dict[str, Callable[[Subject], Iterator[str]]] = {
     "save-and-load": file_problems,
     "imitation": imitation_problems,
 }
-"""By stable name, in the order in which they run, in float32: the last one changes the weights."""
+"""Checks by stable name, in running order, in float32: the last one changes the weights."""
 HALF_PRECISION = {"half-precision": half_precision_problems}
-"""As ``CHECKS``, where training computes in bfloat16: rounding is not what the others look for."""
+"""As ``CHECKS``, if training computes in bfloat16: the other checks do not test rounding."""

@@ -1,4 +1,4 @@
-"""`embodrl model check`: does a model keep what every policy promises? (embodrl/tools/model_tools/contract.py)"""
+"""`embodrl model check`: whether a model fulfils the contract of every policy (contract.py)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """Result of a check, or an optional feature that the model lacks.
 
     Attributes:
-        name: of the check, or of something optional that the model does not offer.
-        promise: the docstring of the check, or what is missing.
-        problems: none where the promise is kept.
-        offered: the model has what is checked.
+        promise: docstring of the check, or the missing feature.
+        offered: the model has the checked feature.
     """
 
     name: str
@@ -45,9 +43,7 @@ class CheckResult:
 def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> list[CheckResult]:
     """Check the configured model on observations of the configured environment.
 
-    Args:
-        loaded: the run.
-        show: called with each result as it comes; features that the model does not offer come last.
+    ``show`` gets each result; missing optional features come last.
 
     Raises:
         EmbodrlError: the model can't be built, or the simulator can't run.
@@ -77,7 +73,7 @@ def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> li
         promise = (check.__doc__ or "").strip().replace("``", "")
         try:
             problems = tuple(check(subject))
-        except Exception as error:  # a user's code, which may raise anything
+        except Exception as error:  # user code, which may raise anything
             logger.debug("check %s", name, exc_info=True)
             problems = (f"{type(error).__name__}: {error}",)
         results.append(CheckResult(name, promise, problems))
@@ -92,7 +88,7 @@ def _not_offered(feature: str, methods: list[str]) -> CheckResult:
 
 
 def observe(config: Config) -> Observation:
-    """Return what ``ROWS`` environments show after some random actions, so that rows differ."""
+    """Return observations of ``ROWS`` environments after some random actions, so that rows differ."""
     check_simulator(config)
     env = config.env.model_copy(update={"num_processes": 1})
     chunk = config.model.num_action_chunks

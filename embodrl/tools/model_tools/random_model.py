@@ -1,7 +1,7 @@
-"""Checkpoints of a family's public layout and size with random weights, for tests of loading, memory and speed.
+"""Checkpoints with random weights in a family's public layout and size, for tests of loading, memory and speed.
 
-The network exists on the meta device only. Weights are written in pieces of one block of random numbers, which every
-tensor reads from another place, so that memory does not grow with the model.
+The network exists on the meta device only. Weights are slices of one block of random numbers, at a different offset for
+each tensor, so that memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from embodrl.storage.files import raw_bytes, safetensors_header
 
 STD = 0.02
 BLOCK = 1_048_573
-"""Random numbers; a prime, so that the rows of a matrix differ."""
+"""Size of the block of random numbers; a prime, so that the rows of a matrix differ."""
 SPARE_BYTES = 64 * 2**20
-"""For headers, statistics and the tokenizer."""
+"""Bytes for headers, statistics and the tokenizer."""
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 MB = 10**6
 
 
 @dataclass(frozen=True)
 class RandomModel:
-    """What was written: weights of the network, bytes of all files, tokens of the tokenizer, seconds that it took."""
+    """Summary of the checkpoint: network weights, total bytes, tokenizer size, and seconds taken."""
 
     num_parameters: int
     num_bytes: int
@@ -58,20 +58,20 @@ def write_random_model(
     """Write a checkpoint with random weights, which ``model.model_path`` loads strictly.
 
     Weights are normal with mean 0 and standard deviation 0.02, biases 0, and norms leave their input unscaled, so that
-    activations stay finite. Statistics leave actions of [-1, 1] as they are.
+    activations stay finite. Statistics leave actions in [-1, 1] unchanged.
 
     Args:
-        family: one whose spec says ``public_layout``.
-        directory: must not exist; it appears as a whole.
+        family: family whose spec has a ``public_layout``.
+        directory: new directory; it appears only when complete.
         size: public, or tiny for the dimensions of the tiny preset.
         dtype: bf16 or float32.
-        tokenizer: a directory with tokenizer.json; None for the small one that embodrl ships.
-        seed: of the weights.
-        shard_gb: at most in one file, in GB (1e9 bytes); None for the default of exports.
+        tokenizer: directory with tokenizer.json; None for the small one shipped with embodrl.
+        seed: seed of the weights.
+        shard_gb: maximum file size in GB (1e9 bytes); None for the default of exports.
 
     Raises:
         OutputError: the directory exists, can't be written, or there is too little free space.
-        CheckpointError: the tokenizer does not fit, or ``shard_gb`` is given for a family whose layout is one file.
+        CheckpointError: the tokenizer does not fit, or ``shard_gb`` is given for a single-file layout.
     """
     start_s = time.monotonic()
     if directory.exists():
@@ -100,9 +100,9 @@ def write_random_model(
 
 
 def random_policy(family: str, size: str, dtype: torch.dtype, tokenizer: Path | None) -> PublicLayout:
-    """Return a policy of the public or tiny size on the meta device, with the tokenizer of a directory if one is given.
+    """Return a policy of the public or tiny size on the meta device, optionally with the tokenizer of a directory.
 
-    Arguments and errors as of ``write_random_model``.
+    Arguments and errors as for ``write_random_model``.
     """
     values = {"model_type": family, "warm_start": None, "add_value_head": False}
     policy, _ = build_policy(model_settings(family).model_validate(values), device="meta", dtype=dtype, seed=0)
@@ -136,11 +136,10 @@ def _check_space(directory: Path, needed: int) -> None:
 
 
 class _Weights:
-    """Writes safetensors files whose tensors on the meta device get random content.
+    """Writes safetensors files, with random content for tensors on the meta device.
 
     Args:
-        seed: of the content.
-        neutral_norm: from a name to the weight of a norm that leaves its input unscaled.
+        neutral_norm: from a norm's name to the weight that leaves its input unscaled.
         advance: called with the number of bytes written so far.
     """
 
@@ -153,7 +152,6 @@ class _Weights:
         self._blocks = {dtype: raw_bytes(numbers.to(dtype)) for dtype in DTYPES.values()}
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write one file; see ``save_weights``."""
         write_file(path, self._file(tensors, metadata))
 
     def _file(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
@@ -182,5 +180,5 @@ class _Weights:
                 place = 0
 
     def _constant(self, name: str, tensor: Tensor) -> int:
-        """Biases are 0, and norms leave their input unscaled."""
+        """Return the constant of a bias (0) or norm (unscaled input)."""
         return self._neutral_norm(name) if tensor.is_floating_point() and not name.endswith("bias") else 0

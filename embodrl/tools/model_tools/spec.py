@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="model",
     target="embodrl.tools.model_tools.cli:app",
-    description="Make model checkpoints, and check models of your own.",
+    description="Create model checkpoints, and check your own models.",
 )

@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 INPUTS_FILE = "io.safetensors"
 OWN = ("openvla", "openvla_oft", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
-"""Families whose comparison is the module of their name."""
+"""Families compared by the module of their name."""
 COMPARISONS = {
     **{name: f"embodrl.tools.parity.{name}:run" for name in OWN},
     **dict.fromkeys(("pi0", "pi05"), "embodrl.tools.parity.pi:run"),
 }
-"""Built-in family -> ``module:function`` that compares it; of another family its ``ModelSpec.parity``."""
+"""Built-in family -> ``module:function`` that compares it; other families use ``ModelSpec.parity``."""
 
 
 class ParityDevice(StrEnum):
-    """Where networks run."""
+    """Device of the networks."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
 class ParityPrecision(StrEnum):
-    """What networks compute in."""
+    """Compute precision of the networks."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -48,20 +48,13 @@ class ParityPrecision(StrEnum):
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="a fixture, or a directory of fixtures")]
 Family = Annotated[
     str | None,
-    typer.Option("--family", metavar="NAME", help="model family; else the folder's name tells", show_default=False),
+    typer.Option("--family", metavar="NAME", help="model family; default: from the folder's name", show_default=False),
 ]
 
 
 @dataclass
 class ParityOutcome:
-    """Result of one fixture.
-
-    Attributes:
-        directory: of the fixture.
-        family: registered name.
-        comparisons: output by output; empty if it could not be run.
-        error: why it could not be run; empty if it was.
-    """
+    """Result of one fixture; ``comparisons`` is empty and ``error`` set if the comparison could not run."""
 
     directory: Path
     family: str
@@ -73,7 +66,7 @@ class ParityOutcome:
         return not self.error and all(comparison.ok for comparison in self.comparisons)
 
     def to_dict(self) -> dict[str, object]:
-        """Return it for JSON, which has no infinity: an error beyond measure is null, and so is no tolerance."""
+        """Return JSON values; JSON has no infinity, so an infinite error is null, and so is a missing tolerance."""
         return {
             "directory": str(self.directory),
             "family": self.family,
@@ -107,7 +100,7 @@ def parity(
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Compare a model family with outputs that its reference implementation gave.
+    """Compare a model family with recorded outputs of its reference implementation.
 
     A fixture is a folder named after its family with model.safetensors (weights), io.safetensors (inputs and the
     reference's outputs) and, for some families, config.json. Exits 0 if every output is within tolerance, else 1.
@@ -146,13 +139,13 @@ def parity(
 
 
 def fixtures(directory: Path) -> list[Path]:
-    """Return the fixture that a directory is, or those that it holds, by name.
+    """Return the fixture that a directory is, or the fixtures in it, by name.
 
     Raises:
         UsageError: no such directory, or no fixture.
     """
     if not directory.is_dir():
-        raise UsageError(f"there is no directory {directory}", "give the folder of a fixture, or one that holds some")
+        raise UsageError(f"there is no directory {directory}", "give the folder of a fixture, or of several")
     directory = directory.resolve()
     found = [directory] if (directory / INPUTS_FILE).is_file() else []
     found = found or sorted(path.parent for path in directory.glob(f"*/{INPUTS_FILE}"))
@@ -165,14 +158,10 @@ def fixtures(directory: Path) -> list[Path]:
 
 
 def family_of(directory: Path, family: str | None = None) -> str:
-    """Return the registered name that a fixture belongs to.
-
-    Args:
-        directory: of the fixture; the longest registered name that its own name has as words counts.
-        family: what the user says, if anything.
+    """Return the registered family of a fixture: ``family``, else the longest registered name in the folder's name.
 
     Raises:
-        UsageError: no such family, or one without a comparison; lists those that have one.
+        UsageError: unknown family, or one without a comparison; lists the families that have one.
     """
     from embodrl.specs import MODELS
 
@@ -182,16 +171,20 @@ def family_of(directory: Path, family: str | None = None) -> str:
     chosen = family if family is not None else max(named, key=len, default=None)
     if chosen in known:
         return chosen
-    what = f"no model family '{family}' can be compared" if family else f"the name of {directory} is of no model family"
+    what = (
+        f"no model family '{family}' can be compared"
+        if family
+        else f"the name of {directory} belongs to no model family"
+    )
     near = meant(family or words, known)
     raise UsageError(
         f"{what}; known: {', '.join(known)}",
-        (f"did you mean '{near}'? " if near else "") + "Rename the folder after its family, or give --family NAME",
+        (f"did you mean '{near}'? " if near else "") + "rename the folder after its family, or give --family NAME",
     )
 
 
 def run(directory: Path, family: str, how: Arithmetic, debug: bool = False) -> ParityOutcome:
-    """Run a fixture; one that is damaged or does not fit is an outcome, not an exception."""
+    """Run a fixture; a damaged or mismatched one is an outcome, not an exception."""
     from embodrl.specs import MODELS
 
     compare = import_object(COMPARISONS.get(family) or MODELS.entry(family).parity)
@@ -200,8 +193,8 @@ def run(directory: Path, family: str, how: Arithmetic, debug: bool = False) -> P
     except EmbodrlError as error:
         problem = error.message
     except (LookupError, ValueError, TypeError, RuntimeError) as error:
-        # A recording of another layout: names or shapes that the family does not know.
-        problem = f"it is not a fixture of {family}: {type(error).__name__}: {error}"
+        # A recording of another layout: unknown names or shapes.
+        problem = f"not a fixture of {family}: {type(error).__name__}: {error}"
     else:
         return ParityOutcome(directory, family, comparisons, "" if comparisons else "nothing was compared")
     if debug:
@@ -210,7 +203,7 @@ def run(directory: Path, family: str, how: Arithmetic, debug: bool = False) -> P
 
 
 def show(outcomes: list[ParityOutcome]) -> None:
-    """Print a table of the outputs to stdout, and what could not be run to stderr."""
+    """Print a table of the outputs to stdout, and fixtures that could not run to stderr."""
     head = ("fixture", "family", "output", "max error", "tolerance", "verdict")
     table = [
         (

@@ -1,7 +1,7 @@
-"""Comparison of a family's network with outputs recorded from its public reference implementation.
+"""Comparison of a family's network with recorded outputs of its public reference implementation.
 
-Dimensions of a recorded network follow from the shapes of its tensors. What those leave open (heads, denoising steps,
-the dataset whose statistics were used) stands in the section ``embodrl`` of the fixture's config.json.
+Dimensions of a recorded network follow from the shapes of its tensors. Values that shapes leave open (heads, denoising
+steps, the dataset whose statistics were used) are in the section ``embodrl`` of the fixture's config.json.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ LOGITS_TOLERANCE = 1e-5
 CHAIN_TOLERANCE = 1e-5
 ACTION_TOLERANCE = 1e-6
 CUDA_FACTOR = 10.0
-"""Of the tolerances in float32 on a GPU, which adds up in another order."""
+"""Factor on tolerances in float32 on a GPU, which sums in another order."""
 BF16_RELATIVE = 0.05
-"""Tolerance under bfloat16's autocast, relative to the largest value of the reference's output."""
+"""Tolerance under bfloat16 autocast, relative to the largest value of the reference's output."""
 INPUTS_FILE = "io.safetensors"
 CPU = torch.device("cpu")
 
@@ -40,11 +40,10 @@ class Comparison:
     """One output compared with the reference's.
 
     Attributes:
-        name: of the output.
-        max_error: largest absolute difference; infinite where shapes differ or a value is not finite.
-        tolerance: allowed; 0 for token ids, infinite where the precision allows anything.
-        scale: largest absolute value of the reference's.
-        chosen: it is token ids that the network chose, or follows from them; rounding can turn such a choice.
+        max_error: largest absolute difference; infinite if shapes differ or a value is not finite.
+        tolerance: allowed difference; 0 for token ids, infinite if the precision allows anything.
+        scale: largest absolute value of the reference's output.
+        chosen: the output is token ids chosen by the network, or follows from them; rounding can flip such a choice.
     """
 
     name: str
@@ -70,11 +69,11 @@ def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float, chosen: 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """On what and in what the networks compute, and how close to the reference they have to come.
+    """Device and precision of the networks, and the resulting tolerances.
 
     Attributes:
-        device: they run on.
-        precision: of the forward pass; ``bf16`` is autocast, as in training.
+        device: device of the networks.
+        precision: precision of the forward pass; ``bf16`` is autocast, as in training.
     """
 
     device: torch.device = CPU
@@ -82,15 +81,13 @@ class Arithmetic:
 
     @property
     def name(self) -> str:
-        """Of the device, as its maker calls it."""
+        """Vendor's name of the device."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(processor())
 
     def run(self, compare_family: Callable[..., list[Comparison]], directory: Path) -> list[Comparison]:
         """Return the comparisons of a fixture, with the tolerances of this arithmetic.
 
-        Args:
-            compare_family: takes the fixture's directory and, for another device than the CPU, the device.
-            directory: of the fixture.
+        ``compare_family`` takes the fixture's directory and, unless it is the CPU, the device.
 
         Raises:
             CheckpointError: see the family's function.
@@ -107,7 +104,7 @@ class Arithmetic:
 
 
 def arithmetic(device: str, precision: Precision) -> Arithmetic:
-    """Return the arithmetic of a kind of device; float32 on a GPU is then float32 in this process, not TF32.
+    """Return the arithmetic of a kind of device; on a GPU, this process then uses real float32 instead of TF32.
 
     Raises:
         EmbodrlError: torch sees no GPU.
@@ -133,15 +130,8 @@ def compare_flow(
 ) -> list[Comparison]:
     """Compare denoised actions and the elementwise loss of a flow network with a recording.
 
-    Args:
-        velocity: the network.
-        noise: ``[B,H,D]``, from which ``sampled`` was denoised in ``num_steps``.
-        actions: ``[B,H,D]``, of which ``losses`` are at the noise levels ``tau [B]``.
-        tau: see ``actions``.
-        num_steps: see ``noise``.
-        sampled: of the reference.
-        losses: of the reference.
-        times: see ``integrate``.
+    ``sampled`` was denoised from ``noise [B,H,D]`` in ``num_steps``; ``losses`` belong to ``actions [B,H,D]`` at the
+    noise levels ``tau [B]``. See ``integrate`` for ``times``.
     """
     level = tau[:, None, None]
     x = level * noise + (1.0 - level) * actions
@@ -155,7 +145,7 @@ def read_tensors(path: Path, device: torch.device = CPU) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, on a device.
 
     Raises:
-        CheckpointError: no such file, or a corrupt one.
+        CheckpointError: the file is missing or corrupt.
     """
     try:
         with open_tensors(path) as reader:
@@ -167,16 +157,15 @@ def read_tensors(path: Path, device: torch.device = CPU) -> dict[str, Tensor]:
 
 
 def read_settings(directory: Path, defaults: Mapping[str, Setting], others: Collection[str] = ()) -> dict[str, Setting]:
-    """Return what the section ``embodrl`` of a fixture's config.json says, and the defaults for the rest.
+    """Return the section ``embodrl`` of a fixture's config.json, completed by defaults.
 
     Args:
-        directory: the fixture; config.json may be missing.
-        defaults: the settings that there are, with their defaults.
+        directory: fixture; config.json may be missing.
+        defaults: known settings with their defaults.
         others: keys of that section that are read elsewhere.
 
     Raises:
-        CheckpointError: an unknown setting, or a value that is none: another type than the default's, or a number
-            below 1.
+        CheckpointError: an unknown setting, or a value of another type than the default's or below 1.
     """
     path = directory / CONFIG_FILE
     if not path.is_file():
@@ -200,7 +189,7 @@ def read_settings(directory: Path, defaults: Mapping[str, Setting], others: Coll
 
 
 def count_layers(names: Collection[str], prefix: str) -> int:
-    """Return how many layers there are, of the names ``PREFIX0...``, ``PREFIX1...`` of tensors."""
+    """Return the number of layers, from tensor names ``PREFIX0...``, ``PREFIX1...``."""
     return 1 + max((int(name[len(prefix) :].split(".")[0]) for name in names if name.startswith(prefix)), default=-1)
 
 

@@ -1,4 +1,4 @@
-"""The action head against outputs recorded from the public reference implementation."""
+"""Parity of GR00T's action head with outputs of the public reference implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from embodrl.tools.parity.common import (
 
 WEIGHTS_FILE = "model.safetensors"
 DEFAULTS = {"dit_heads": 2, "vl_heads": 2}
-"""What shapes leave open, settings of the fixture's config.json; by default as in the known recording."""
+"""Values that shapes leave open, set in the fixture's config.json; defaults match the known recording."""
 
 _FIRST = "model.transformer_blocks.0.attn1"
 
@@ -37,7 +37,7 @@ def load_head(directory: Path) -> FlowActionHead:
     """Return the recorded action head, loaded strictly.
 
     Raises:
-        CheckpointError: no weights or inputs, they are of another network, or they do not fit.
+        CheckpointError: weights or inputs are missing, or do not fit the network.
     """
     weights = read_tensors(directory / WEIGHTS_FILE)
     inputs = read_tensors(directory / INPUTS_FILE)
@@ -58,16 +58,13 @@ def load_head(directory: Path) -> FlowActionHead:
 def head_spec(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], heads: Mapping[str, int]) -> ActionHeadSpec:
     """Return the dimensions of a recorded action head.
 
-    Args:
-        weights: its state dict.
-        inputs: ``x [B,H,D]`` is read.
-        heads: ``dit_heads`` and ``vl_heads``.
+    Of the inputs, ``x [B,H,D]`` is read; ``heads`` has ``dit_heads`` and ``vl_heads``.
 
     Raises:
         KeyError: a tensor is missing.
         CheckpointError: heads do not divide a width.
     """
-    # Keys of the first block are made of the features, so its matrix has both widths.
+    # The first block's keys are computed from the features, so its matrix has both widths.
     width, features = weights[f"{_FIRST}.to_k.weight"].shape
     robots, state_dim, hidden_size = weights["state_encoder.layer1.W"].shape
 
@@ -102,9 +99,9 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the head with a fixture folder.
 
     Args:
-        directory: with ``model.safetensors`` and ``io.safetensors``: ``bf [B,S,E]``, ``state [B,1,*]``,
-            ``emb int64[B]``, ``x [B,H,D]``, ``t int64[B]``, ``vl [B,S,E]`` and ``v [B,H,D]``.
-        device: where the network runs.
+        directory: folder with ``model.safetensors`` and ``io.safetensors``: ``bf [B,S,E]``, ``state [B,1,*]``, ``emb
+            int64[B]``, ``x [B,H,D]``, ``t int64[B]``, ``vl [B,S,E]`` and ``v [B,H,D]``.
+        device: device of the network.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fit.

@@ -1,7 +1,7 @@
-"""A recording of lerobot's GR00T N1.7, made at small size, with the network here.
+"""Parity with a small recording of lerobot's GR00T N1.7.
 
-Dimensions of the vision-language model are in the section ``embodrl`` of the fixture's config.json, as in a policy that
-embodrl writes, with the id that stands for a token of an image.
+The dimensions of the vision-language model and the id of its image token are in the section ``embodrl`` of the
+fixture's config.json, as in policies written by embodrl.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.flow.flow import integrate, reversed_velocity
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.sidecars import identity_sidecars
 from embodrl.tools.parity.common import (
@@ -36,21 +36,22 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the network with a recording.
 
     Args:
-        directory: with ``model.safetensors`` (the public names), ``config.json`` and ``io.safetensors``: ``pixels
-            [B,V,3,h,w]`` in [-1, 1], ``input_ids`` and ``attention_mask [B,S]``, padded on the left, ``state [B,1,*]``,
-            ``emb int64[B]``, ``x`` and ``noise [B,H,D]``, ``t int64[B]``; of the reference, row by row without padding,
-            ``features`` and ``vl [B,S,E]``, the velocity ``v`` at ``x`` and actions ``sampled`` from ``noise``.
-        device: where the network runs.
+        directory: folder with ``model.safetensors`` (the public names), ``config.json`` and ``io.safetensors``:
+            ``pixels [B,V,3,h,w]`` in [-1, 1], ``input_ids`` and ``attention_mask [B,S]``, left-padded, ``state
+            [B,1,*]``, ``emb int64[B]``, ``x`` and ``noise [B,H,D]``, ``t int64[B]``; and from the reference, row by row
+            without padding, ``features`` and ``vl [B,S,E]``, the velocity ``v`` at ``x`` and actions ``sampled`` from
+            ``noise``.
+        device: device of the network.
 
     Raises:
-        CheckpointError: it is not such a recording.
+        CheckpointError: not such a recording.
     """
     io = read_tensors(directory / INPUTS_FILE, device)
     return compare_outputs(load(directory).to(device), io, image_token_id(directory))
 
 
 def image_token_id(directory: Path) -> int:
-    """Return which id stands for a token of an image."""
+    """Return the id of the image token."""
     return read_file(directory / CONFIG_FILE).fields(OWN_SECTION).integer("image_token_id")
 
 

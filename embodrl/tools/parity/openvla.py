@@ -1,4 +1,4 @@
-"""OpenVLA against outputs recorded from its public reference implementation (modeling_prismatic)."""
+"""Parity of OpenVLA with outputs of its public reference implementation (modeling_prismatic)."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from embodrl.tools.parity.common import (
 )
 
 DEFAULTS = {"dino_heads": 2, "siglip_heads": 2, "unnorm_key": ""}
-"""What shapes leave open, settings of the fixture's config.json; by default as in the known recordings.
+"""Values that shapes leave open, set in the fixture's config.json; defaults match the known recordings.
 
-Without ``unnorm_key``, one of ``RECORDED_STATS`` is used where there is one, else the only dataset that there is.
+Without ``unnorm_key``, the dataset is one of ``RECORDED_STATS`` if present, else the only one.
 """
 RECORDED_STATS = ("bridge_orig", "libero_10_no_noops")
 MODEL_KEYS = (
     *("dino", "siglip", "prompt_end_id", "bos_id", "eos_id", "keep_stop_token"),
     *("use_film", "normalization"),
 )
-"""What embodrl's own exports have in that section, which describes the model rather than the recording."""
+"""Keys of that section in embodrl's own exports, which describe the model rather than the recording."""
 
 _LOGITS = re.compile(r"logits_(\d+)_(\d+)")
 
@@ -51,10 +51,10 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare hidden states, logits, greedy tokens, decoded actions and key-value decoding.
 
     Args:
-        directory: with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[B,L]``,
-            ``pv [B,6,H,W]``, ``h [B,S,D]``, ``logits_M_N [B,S,N-M]`` (of the ids from M to N - 1), ``gen int64[B,A]``
-            and ``a [B,A]``.
-        device: where the network runs.
+        directory: folder with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[B,L]``, ``pv
+            [B,6,H,W]``, ``h [B,S,D]``, ``logits_M_N [B,S,N-M]`` (of the ids from M to N - 1), ``gen int64[B,A]`` and
+            ``a [B,A]``.
+        device: device of the network.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
@@ -82,17 +82,11 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
 def load_fixture(
     directory: Path, causal: bool = True, film: dict[str, Tensor] | None = None, device: torch.device = CPU
 ) -> tuple[OpenVLAModel, dict[str, Tensor]]:
-    """Return the filled network in float32, and the recorded inputs and outputs.
+    """Return the loaded network in float32, and the recorded inputs and outputs of ``directory`` (see ``run``).
 
-    The recorded config.json leaves the vision dimensions to the backbone's name, while the recording has smaller
-    towers. Unless the file has them in embodrl's own section, they are read off the weights; only the number of heads
-    can't be (``DEFAULTS``).
-
-    Args:
-        directory: see ``run``.
-        causal: see OpenVLAModel.
-        film: a vision backbone with FiLM, instead of that of the weights.
-        device: of both.
+    The recorded config.json implies the vision dimensions by the backbone's name, while the recording has smaller
+    towers. Unless embodrl's own section states them, they are read off the weights, except for the number of heads
+    (``DEFAULTS``). ``film`` uses a vision backbone with FiLM instead of the recorded one.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
@@ -118,10 +112,10 @@ def load_fixture(
 
 
 def recorded_logits(io: dict[str, Tensor], directory: Path) -> tuple[Tensor, slice]:
-    """Return the recorded logits, and the ids that they are of, which the tensor's name tells.
+    """Return the recorded logits, and their token ids, which the tensor's name states.
 
     Raises:
-        CheckpointError: there are none, or their number is another one.
+        CheckpointError: there are none, or their number does not match.
     """
     for name, logits in io.items():
         match = _LOGITS.fullmatch(name)
@@ -135,16 +129,12 @@ def recorded_logits(io: dict[str, Tensor], directory: Path) -> tuple[Tensor, sli
 
 
 def tower_spec(weights: dict[str, Tensor], prefix: str, num_heads: int, setting: str) -> VitSpec:
-    """Return the dimensions of a vision transformer from its weights.
+    """Return the dimensions of the vision transformer with a prefix, from the weights of the whole model.
 
-    Args:
-        weights: of the whole model.
-        prefix: of this one's.
-        num_heads: attention heads, which shapes do not tell.
-        setting: what they are set by.
+    Shapes do not show ``num_heads``, which ``setting`` sets.
 
     Raises:
-        CheckpointError: there is no vision transformer of that prefix, or the heads do not divide its width.
+        CheckpointError: no vision transformer has that prefix, or the heads do not divide its width.
     """
     own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
     if not {"pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight"} <= own.keys():
@@ -171,15 +161,15 @@ def tower_spec(weights: dict[str, Tensor], prefix: str, num_heads: int, setting:
 
 
 def action_columns(model: OpenVLAModel, ids: slice) -> slice:
-    """Return where the action ids are in the recorded slice of the vocabulary."""
+    """Return the position of the action ids in the recorded slice of the vocabulary."""
     start = model.config.first_action_id - ids.start
     return slice(start, start + model.config.n_action_bins)
 
 
 def greedy_over_all_ids(model: OpenVLAModel, prefix: Tensor, count: int) -> Tensor:
-    """Return ``int64[B,count]`` greedy tokens of the whole vocabulary, as the reference takes them.
+    """Return ``int64[B,count]`` greedy tokens over the whole vocabulary, as in the reference.
 
-    Random weights leave the action ids, so the policy's own choice among those is another one.
+    Random weights may select ids that are not actions, so the policy's choice among action ids would differ.
     """
     sequence = prefix
     tokens = []
@@ -191,10 +181,10 @@ def greedy_over_all_ids(model: OpenVLAModel, prefix: Tensor, count: int) -> Tens
 
 
 def decode_actions(model: OpenVLAModel, tokens: Tensor, directory: Path) -> Tensor:
-    """Return ``float64[...,A]`` actions in environment units of token ids, with the recording's statistics.
+    """Decode token ids to ``float64[...,A]`` actions in environment units, with the recording's statistics.
 
     Raises:
-        CheckpointError: there are none, or several and none chosen, or of other dimensions.
+        CheckpointError: there are no statistics, several without a choice, or of other dimensions.
     """
     config = model.config
     key = str(read_settings(directory, DEFAULTS, MODEL_KEYS)["unnorm_key"]) or None

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT against outputs recorded from its public reference implementation (moojink/openvla-oft)."""
+"""Parity of OpenVLA-OFT with outputs of its public reference implementation (moojink/openvla-oft)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from embodrl.tools.parity.openvla import (
 )
 
 KEEP_STOP_TOKEN = True
-"""By default, as in the known recording; ``embodrl.keep_stop_token`` of the fixture's config.json says otherwise."""
+"""Default matching the known recording; ``embodrl.keep_stop_token`` of the fixture's config.json overrides it."""
 
 
 @torch.no_grad()
@@ -42,12 +42,12 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare hidden states, logits and decoded actions of a chunk, or with an L1 head the regressed actions.
 
     Args:
-        directory: with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[1,L]``,
-            ``pv [1,6V,H,W]``, ``h [1,S,D]`` and ``logits_M_N [1,S,N-M]`` over the whole sequence,
-            ``ah [1,C*A,D]`` at the action tokens and ``a [C,A]``. With the reference's files ``action_head--*.pt``,
-            ``proprio_projector--*.pt`` and ``vision_backbone--*.pt`` (FiLM): ``ids``, ``pv``, ``state float64[S]``,
-            ``ah``, ``normalized [1,C,A]`` and ``a``.
-        device: where the network runs.
+        directory: folder with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[1,L]``, ``pv
+            [1,6V,H,W]``, ``h [1,S,D]`` and ``logits_M_N [1,S,N-M]`` over the whole sequence, ``ah [1,C*A,D]`` at the
+            action tokens and ``a [C,A]``. With the reference's files ``action_head--*.pt``, ``proprio_projector--*.pt``
+            and ``vision_backbone--*.pt`` (FiLM): ``ids``, ``pv``, ``state float64[S]``, ``ah``, ``normalized [1,C,A]``
+            and ``a``.
+        device: device of the network.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
@@ -76,7 +76,7 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
 
 
 def _run_regression(directory: Path, device: torch.device) -> list[Comparison]:
-    """FiLM, the state's token and the L1 head together, from the reference's own files."""
+    """Compare FiLM, the state token and the L1 head together, from the reference's own files."""
     report = LoadReport(str(directory))
     paths = {name: component_file(directory, name) for name in (ACTION_HEAD, PROPRIO, VISION)}
     missing = [name for name, path in paths.items() if path is None]

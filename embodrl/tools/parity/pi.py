@@ -1,7 +1,7 @@
-"""A recording of openpi's PI0Pytorch, made at small size, compared with the network here.
+"""Parity with a small recording of openpi's PI0Pytorch.
 
-Its dimensions are read from its tensors, the variant from the names of the weights. What they leave open is in
-``DEFAULTS``, or in the section ``embodrl`` of the fixture's config.json, which recordings may do without.
+Dimensions are read from its tensors, the variant from the names of the weights; the rest is in ``DEFAULTS``, or in the
+optional section ``embodrl`` of the fixture's config.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from embodrl.tools.parity.common import (
 
 WEIGHTS_FILE = "model.safetensors"
 DEFAULTS = {"siglip_heads": 2, "gemma_heads": 8, "num_steps": 10}
-"""What shapes leave open, by default as in the known recordings; the expert has the heads of PaliGemma's Gemma."""
+"""Values that shapes leave open; defaults match the known recordings. The expert has the heads of PaliGemma's Gemma."""
 
 _VISION = "paligemma_with_expert.paligemma.model.vision_tower.vision_model"
 _VLM = "paligemma_with_expert.paligemma.model.language_model"
@@ -46,10 +46,10 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare denoised actions and the elementwise loss with a recording.
 
     Args:
-        directory: with ``model.safetensors`` and ``io.safetensors``: for each camera K ``imgs.K [B,3,h,w]`` and
+        directory: folder with ``model.safetensors`` and ``io.safetensors``: for each camera K ``imgs.K [B,3,h,w]`` and
             ``masks.K bool[B]``, ``lang int64[B,L]``, ``lm bool[B,L]``, ``state``, ``noise``, ``act`` and ``a``
             ``[B,H,D]`` (``state [B,D]``), ``t [B]`` and ``loss [B,H,D]``.
-        device: where the network runs.
+        device: device of the network.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights don't fit.

@@ -1,6 +1,6 @@
-"""A recording of lerobot's PI0FastPytorch, made at small size, with the network here.
+"""Parity with a small recording of lerobot's PI0FastPytorch.
 
-Dimensions are in the section ``embodrl`` of the fixture's config.json, as in a policy that embodrl writes.
+Dimensions are in the section ``embodrl`` of the fixture's config.json, as in policies written by embodrl.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ WEIGHTS_FILE = "model.safetensors"
 def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the network with a recording.
 
-    Logits, loss and ``gen`` are of lerobot's training, where the prompt does not see BOS, ``decoded`` of its decoding.
+    Logits, loss and ``gen`` are from lerobot's training, where the prompt does not see BOS, ``decoded`` from its
+    decoding.
 
     Args:
-        directory: with ``model.safetensors`` (lerobot's names), ``config.json`` and ``io.safetensors``: ``images``
-            ``[B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, the tokens ``sentence`` and which of them there are,
-            ``written``; of the reference their ``logits``, the ``loss``, and what it writes after the first: ``gen``,
+        directory: folder with ``model.safetensors`` (lerobot's names), ``config.json`` and ``io.safetensors``: ``images
+            [B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, the tokens ``sentence`` and their mask ``written``; and
+            from the reference their ``logits``, the ``loss``, and the tokens written after the first one: ``gen``,
             ``decoded``.
-        device: where the network runs.
+        device: device of the network.
 
     Raises:
-        CheckpointError: it is not such a recording.
+        CheckpointError: not such a recording.
     """
     return compare_outputs(load(directory).to(device), read_tensors(directory / INPUTS_FILE, device))
 

@@ -1,6 +1,6 @@
-"""A recording of lerobot's VLAFlowMatching, made at small size, with the network here.
+"""Parity with a small recording of lerobot's VLAFlowMatching.
 
-Dimensions are in the section ``embodrl`` of the fixture's config.json, as in a policy that embodrl writes.
+Dimensions are in the section ``embodrl`` of the fixture's config.json, as in policies written by embodrl.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the network with a recording.
 
     Args:
-        directory: with ``model.safetensors`` (lerobot's names), ``config.json`` and ``io.safetensors``: ``images``
-            ``[B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, ``state``, ``noise``, ``actions``, ``time``; of the
+        directory: folder with ``model.safetensors`` (lerobot's names), ``config.json`` and ``io.safetensors``: ``images
+            [B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, ``state``, ``noise``, ``actions``, ``time``; and from the
             reference ``sampled`` actions and ``losses``.
-        device: where the network runs.
+        device: device of the network.
 
     Raises:
-        CheckpointError: it is not such a recording.
+        CheckpointError: not such a recording.
     """
     return compare_outputs(load(directory).to(device), read_tensors(directory / INPUTS_FILE, device))
 

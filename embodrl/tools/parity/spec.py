@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="parity",
     target="embodrl.tools.parity.cli:parity",
-    description="Compare a model family with outputs that its reference implementation gave.",
+    description="Compare a model family with recorded outputs of its reference implementation.",
 )

@@ -16,14 +16,18 @@ app = make_app()
 Drawing = Annotated[
     Path | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", help="draw it there: .mmd is Mermaid, .svg a picture", show_default=False
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="draw it to this file: .mmd is Mermaid, .svg an image",
+        show_default=False,
     ),
 ]
 
 
 @app.callback()
 def about() -> None:
-    """Look at the graph that an iteration of training walks.
+    """Inspect the graph of a training iteration.
 
     \b
     Examples:
@@ -39,7 +43,7 @@ def show(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Print the nodes in the order in which they run; draw them if a file is named.
+    """Print the nodes in running order; draw them if a file is named.
 
     \b
     Examples:

@@ -17,7 +17,7 @@ COLOURS = {
     "train": "#d3f0d6",
     "sync": "#d3f0d6",
 }
-"""Fill by role; others are grey."""
+"""Fill colour by role; other roles are grey."""
 GREY = "#eceff1"
 LINE = "#546e7a"
 NODE_HEIGHT = 44
@@ -29,7 +29,7 @@ LETTER = 7.4
 
 
 def to_text(graph: Graph) -> str:
-    """Return a table of the nodes, in the order in which they run."""
+    """Return a table of the nodes, in running order."""
     head = ("", "node", "role", "gets the outputs of", "function", "retries")
     rows = [
         (str(number), node.name, node.role, ", ".join(node.deps) or "-", node.label, str(node.retries))
@@ -73,7 +73,7 @@ def to_svg(graph: Graph) -> str:
         f'<path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    parts += [_curve(way) for node in graph.nodes for way in _ways(node, boxes)]
+    parts += [_curve(way) for node in graph.nodes for way in _edge_paths(node, boxes)]
     parts += [_rectangle(box, box.node) for box in boxes.values() if box.node is not None]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -83,7 +83,7 @@ def to_svg(graph: Graph) -> str:
 
 @dataclass
 class _Box:
-    """A node, or the place where an edge passes through a layer; ``x`` is its middle, ``y`` its top."""
+    """A node, or a waypoint where an edge passes through a layer; ``x`` is its middle, ``y`` its top."""
 
     key: str
     width: float
@@ -94,7 +94,7 @@ class _Box:
 
 
 def _layers(graph: Graph) -> list[list[_Box]]:
-    """Return boxes by layers, a node below all that it depends on; in a layer, below what they come from."""
+    """Return boxes by layers: a node below all its dependencies, and near the middle of its predecessors."""
     depth = dict[str, int]()
     for node in graph.nodes:
         depth[node.name] = 1 + max((depth[name] for name in node.deps), default=-1)
@@ -103,26 +103,26 @@ def _layers(graph: Graph) -> list[list[_Box]]:
         before: list[str] = []
         for name in node.deps:
             for level in range(depth[name] + 1, depth[node.name]):
-                key = _passing(name, node.name, level)
-                layers[level].append(_Box(key, 16, [_passing(name, node.name, level - 1, depth[name])]))
-            before.append(_passing(name, node.name, depth[node.name] - 1, depth[name]))
+                key = _waypoint_key(name, node.name, level)
+                layers[level].append(_Box(key, 16, [_waypoint_key(name, node.name, level - 1, depth[name])]))
+            before.append(_waypoint_key(name, node.name, depth[node.name] - 1, depth[name]))
         width = LETTER * max(len(_title(node)), 0.8 * len(_subtitle(node))) + 28
         layers[depth[node.name]].append(_Box(node.name, width, before, node))
     place = dict[str, float]()
     for layer in layers:
-        # a box is put below the middle of those that it comes from; the first layer keeps its order
+        # sort boxes by the middle of their predecessors; the first layer keeps its order
         layer.sort(key=lambda box: sum(place[key] for key in box.before) / max(len(box.before), 1))
         place |= {box.key: (index + 0.5) / len(layer) for index, box in enumerate(layer)}
     return layers
 
 
-def _passing(start: str, end: str, level: int, top: int = -1) -> str:
-    """Return the key of an edge's place in a layer: in the layer where it starts, that of its node."""
+def _waypoint_key(start: str, end: str, level: int, top: int = -1) -> str:
+    """Return the key of an edge's waypoint in a layer; in the start layer, its node's key."""
     return start if level == top else f"{start}>{end}:{level}"
 
 
-def _ways(node: GraphNode, boxes: dict[str, _Box]) -> list[list[_Box]]:
-    """Return the edges into a node, each from its start through the places where it passes."""
+def _edge_paths(node: GraphNode, boxes: dict[str, _Box]) -> list[list[_Box]]:
+    """Return the edges into a node, each as a path from its start through its waypoints."""
     ways: list[list[_Box]] = []
     for key in boxes[node.name].before:
         way = [boxes[key], boxes[node.name]]
@@ -136,7 +136,7 @@ def _ways(node: GraphNode, boxes: dict[str, _Box]) -> list[list[_Box]]:
 
 
 def _curve(way: list[_Box]) -> str:
-    """Return an edge: down through each layer that it passes, bending in between."""
+    """Return an edge as a curve: vertical within each layer, bending in between."""
     x = way[0].x
     y = way[0].y + NODE_HEIGHT
     path = f"M{x:.1f} {y:.1f}"
@@ -170,5 +170,5 @@ def _subtitle(node: GraphNode) -> str:
 
 
 def _id(name: str) -> str:
-    # "end" and the like are words of Mermaid's own
+    # "end" and the like are Mermaid keywords
     return f"n_{name}"

@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="pipeline",
     target="embodrl.tools.pipeline_show.cli:app",
-    description="Look at the graph that an iteration of training walks.",
+    description="Inspect the graph of a training iteration.",
 )

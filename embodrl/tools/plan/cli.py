@@ -42,7 +42,7 @@ SIMULATORS = ("env", "eval_env")
 
 @app.callback()
 def about() -> None:
-    """Work out a run without starting it.
+    """Plan a run without starting it.
 
     \b
     Examples:
@@ -55,15 +55,15 @@ def train(
     config: ConfigFile = None,
     json_output: JsonOutput = False,
     fit: Annotated[
-        bool, typer.Option("--fit", help="search settings with which it fits, and print them", show_default=False)
+        bool, typer.Option("--fit", help="search for settings with which it fits, and print them", show_default=False)
     ] = False,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Print where every process of a training run would be, its batches, and the memory that it takes.
+    """Print the placement of every process of a training run, its batches, and its memory.
 
-    Starts nothing and imports no simulator. `cluster=` may name hardware that is not here. Exit code 0, or 1 if a
-    memory is too small, or the size of the model is not known. --fit tries cluster.placement=auto with actor=fsdp,
+    Starts nothing and imports no simulator. `cluster=` may describe other hardware. Exit code 0, or 1 if a
+    memory is too small or the size of the model is unknown. --fit tries cluster.placement=auto with actor=fsdp,
     gradient checkpointing, smaller micro-batches, bf16 weights and, last, adapters; it exits with 0 if it finds a fit.
 
     \b
@@ -108,7 +108,7 @@ def train(
 
 
 def changed(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
-    """Return arguments with others in place of those of the same keys."""
+    """Return arguments with some replaced by others with the same keys."""
     keys = {text.partition("=")[0] for text in added}
     return [*(text for text in arguments if text.lstrip("+").partition("=")[0] not in keys), *added]
 
@@ -131,7 +131,7 @@ def _show_fit(found: Fit | None, arguments: list[str], config: Path | None) -> N
 
 
 def show(plan: Plan, config: Config) -> None:
-    """Write tables."""
+    """Print the plan as tables."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -229,7 +229,7 @@ def _show_batches(plan: Plan, console: Console) -> None:
 
 
 def _without_repeats(memories: Sequence[MemoryOf]) -> list[tuple[MemoryOf, int]]:
-    """Return each kind of memory once, with the number of memories that look the same."""
+    """Return each kind of memory once, with the number of identical ones."""
     unlike: dict[tuple[object, ...], list[MemoryOf]] = {}
     for memory in memories:
         key = (memory.device < 0, tuple(memory.needed.items()), memory.available)

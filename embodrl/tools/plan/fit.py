@@ -1,8 +1,8 @@
-"""`embodrl plan train --fit`: settings with which a run fits the memory that there is.
+"""`embodrl plan train --fit`: settings with which a run fits the available memory.
 
-A fixed sequence of plans, which change the run as little as possible: placement and sharding first, then recomputed
-activations and smaller micro-batches, which train alike; then bf16 weights with a float32 copy in the optimizer;
-adapters in place of all weights, which learn something else, come last.
+Tries a fixed sequence of plans, least intrusive first: placement and sharding, then activation checkpointing and
+smaller micro-batches, which do not change the training; then bf16 weights with a float32 copy in the optimizer; last
+adapters in place of full weights, which learn something else.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ MICRO_BATCH = "actor.micro_batch_size="
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found.
+    """A fit.
 
     Attributes:
-        overrides: settings to add; () if the run fits as it is, or the size of its model is not known.
-        loaded: the configuration with them.
-        plan: of it.
-        adapters: they train adapters where all weights were to be trained.
+        overrides: settings to add; () if the run fits as it is, or the size of its model is unknown.
+        adapters: trains adapters where all weights were to be trained.
     """
 
     overrides: tuple[str, ...]
@@ -40,19 +38,18 @@ class Fit:
 
     @property
     def speed(self) -> int:
-        """Rank among fits that train alike: micro-batches half as large are worth not computing activations twice."""
+        """Rank of a fit among equivalent ones: halving the micro-batch beats computing activations twice."""
         return self.plan.batches.micro_batch * (1 if CHECKPOINTING in self.overrides else 2)
 
 
 def find_fit(load: Callable[[tuple[str, ...]], LoadedConfig]) -> Fit | None:
-    """Return settings with which a run fits, or None if none of those that are tried do.
+    """Return settings with which a run fits, or None if none of the tried ones does.
 
-    Args:
-        load: loads the run with further overrides, for the verb plan.
+    ``load`` loads the run with further overrides, for the verb plan.
 
     Raises:
-        ConfigError: the run without any is not valid.
-        EmbodrlError: as of ``make_plan``.
+        ConfigError: the run is invalid without overrides.
+        EmbodrlError: see ``make_plan``.
     """
     load = cache(load)
     loaded = load(())
@@ -67,7 +64,7 @@ def find_fit(load: Callable[[tuple[str, ...]], LoadedConfig]) -> Fit | None:
 
 
 def _structures(loaded: LoadedConfig, plan: Plan) -> Iterator[list[tuple[str, ...]]]:
-    """Yield groups of overrides, but for the size of micro-batches; of a group the fastest is best."""
+    """Yield groups of overrides, without the micro-batch size; the fastest fit of a group is best."""
     config = loaded.config
     placements = [spread(config, plan.deployment), ()]
     recomputed = [()] if config.actor.gradient_checkpointing else [(), (CHECKPOINTING,)]
@@ -80,14 +77,14 @@ def _structures(loaded: LoadedConfig, plan: Plan) -> Iterator[list[tuple[str, ..
 
 
 def _with_micro_batches(load: Callable[[tuple[str, ...]], LoadedConfig], overrides: tuple[str, ...]) -> Fit | None:
-    """Return the fit with the largest micro-batch, of those that divide the batch of a training process."""
+    """Return the fit with the largest micro-batch that divides the batch of a training process."""
     limit: int | None = None
     while limit is None or limit >= 1:
         if limit is not None:
             overrides = (*(text for text in overrides if not text.startswith(MICRO_BATCH)), f"{MICRO_BATCH}{limit}")
         try:
             loaded = load(overrides)
-        except ConfigError:  # what a rule refuses is no candidate
+        except ConfigError:  # not a candidate if a rule refuses it
             return None
         plan = make_plan(loaded)
         if plan.fits:
@@ -97,7 +94,7 @@ def _with_micro_batches(load: Callable[[tuple[str, ...]], LoadedConfig], overrid
 
 
 def _next_size(config: Config, plan: Plan) -> int:
-    """Return the largest smaller micro-batch that may fit, 0 if there is none; activations grow in proportion to it."""
+    """Return the largest smaller micro-batch that may fit, or 0; activations scale with it."""
     now = config.actor.micro_batch_size
     rows = config.actor.micro_batch_size - 1
     for memory in plan.memory.memories:
@@ -105,6 +102,6 @@ def _next_size(config: Config, plan: Plan) -> int:
         if not memory.fits and activations:
             rest = HEADROOM * memory.available - (memory.total - activations)
             rows = min(rows, int(rest * now / activations))
-    # A process whose micro-batch is its whole batch does not keep whole gradients, so a large one may do with less.
+    # A process whose micro-batch is its whole batch keeps no whole gradients, so a larger one may need less memory.
     share = plan.batches.batch_per_actor
     return next((size for size in range(min(rows, share), 0, -1) if share % size == 0), 0)

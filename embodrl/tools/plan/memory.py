@@ -1,4 +1,4 @@
-"""Memory of a run by place and component, before anything is started. ``embodrl plan`` explains each figure."""
+"""Memory of a run by place and component, estimated before anything starts. ``embodrl plan`` explains each figure."""
 
 from __future__ import annotations
 
@@ -24,56 +24,55 @@ from embodrl.tools.plan.training_memory import estimate, token_counts
 
 MIB = 1 << 20
 HOST = -1
-"""The device number of main memory."""
+"""Device number of main memory."""
 # Proportional set size of a ManiSkill process with PhysX and rendering on the CPU after some steps of PushCube-v1 at
 # 64 x 64 pixels: 601 MiB with 1 environment, 619 with 8, 671 with 16, 703 with 32; 656 with 16 at 224 x 224.
 PYTHON_BYTES = 420 * MIB
-"""Of the main process with torch and transformers loaded, beside its tensors."""
+"""Memory of the main process with torch and transformers loaded, without its tensors."""
 KEPT_FREED_BYTES = 900 * 2**20
-"""Between the tensors of a process that trains on a CPU: see ``workers.policy.keep_freed_memory``."""
+"""Fragmentation between the tensors of a process that trains on a CPU: see ``workers.policy.keep_freed_memory``."""
 PHASES = ("training", "handover", "rollouts")
-"""In a handover new weights go from those that train to those that act."""
-# What allocator, kernels and libraries take of a device on top of what is counted.
+"""During a handover, new weights move from training to rollout processes."""
+# Device memory of allocator, kernels and libraries, in addition to the counted part.
 HEADROOM = 0.9
 TINY_PARAMETERS = 100_000_000
 """The smallest published family has four times as many, the largest tiny size a fiftieth."""
 
 ESTIMATED_BY = {
-    "weights": "counted: parameters and buffers, and a copy in the type of autocast; of fsdp the part of a process and"
-    " what is gathered at a time",
-    "gradients": "counted: one for every trained parameter, in its type; of fsdp whole while micro-batches add up",
-    "optimizer": "counted: AdamW's two moments of every trained parameter; of those in bf16 also a float32 copy",
+    "weights": "counted: parameters and buffers, and a copy in the type of autocast; for fsdp, a process's shard"
+    " and the blocks gathered at a time",
+    "gradients": "counted: one for every trained parameter, in its dtype; for fsdp unsharded during accumulation",
+    "optimizer": "counted: AdamW's two moments of every trained parameter; for parameters in bf16 also a float32 copy",
     "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0",
     "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
     "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
     " them",
     "kept policy": "counted: parameters and buffers of a main process that neither trains nor acts, for checkpoints,"
-    " publishing and export; and, ahead of training, the trained parameters that rollout processes act with",
+    " publishing and export; and, with rollouts ahead of training, the trained parameters used by rollout processes",
     "KV cache": "counted: 2 x layers x rows decided at once x key-value heads x positions x head width x bytes",
-    "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration; once"
+    "trajectory buffer": "counted: record of a chunk, from one prepared observation, x chunks of an iteration; once"
     " over the rollouts, once in a main process that joins them, and once in each training process",
     "simulator": "measured once with ManiSkill on a CPU: 600 MiB per process and 5 MiB per environment; other"
     " simulators and GPU memory of rendering are not counted",
-    "offloaded": "counted: what leaves the GPUs between phases, in pinned main memory that PyTorch keeps, without its"
+    "offloaded": "counted: GPU memory offloaded between phases, in pinned main memory that PyTorch keeps, without its"
     " rounding of every tensor up to a power of two",
     "allocator": "measured: freed memory that a process that trains on a CPU keeps, 0.6 to 1.5 GiB; at most as much as"
     " its tensors take",
-    "evaluation": "runner.eval_async: program, weights, KV cache and simulators of the process that evaluates beside"
-    " training, as of the others",
+    "evaluation": "runner.eval_async: program, weights, KV cache and simulators of the process that evaluates during"
+    " training, as for the others",
     "program": "measured once: Python with torch and transformers, 420 MiB per process of actor or rollout",
 }
 
 
 @dataclass(frozen=True)
 class MemoryOf:
-    """What is needed of one memory.
+    """Memory needed of one device or host.
 
     Attributes:
-        node: machine.
-        device: GPU of it, or HOST.
+        device: GPU number, or HOST.
         needed: bytes by component.
-        available: bytes; 0 if not known.
-        away: components that are not here in a phase, one of PHASES.
+        available: bytes; 0 if unknown.
+        away: components offloaded in a phase, one of PHASES.
     """
 
     node: int
@@ -83,37 +82,34 @@ class MemoryOf:
     away: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def in_phase(self, phase: str) -> int:
-        """Return the bytes needed in a phase."""
         away = self.away.get(phase, frozenset[str]())
         return sum(num_bytes for component, num_bytes in self.needed.items() if component not in away)
 
     @property
     def total(self) -> int:
-        """Bytes needed at a time."""
+        """Peak bytes over the phases."""
         return max(self.in_phase(phase) for phase in PHASES)
 
     @property
     def name(self) -> str:
-        """What to call it."""
         return f"node {self.node} {'main memory' if self.device == HOST else f'GPU {self.device}'}"
 
     @property
     def fits(self) -> bool:
-        """Whether it has room, with a tenth to spare; True where it is not known how much there is."""
+        """Whether everything fits with a tenth to spare; True if the size is unknown."""
         return not self.available or self.total <= HEADROOM * self.available
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """All memories that anything is placed in.
+    """All memories used by a placement.
 
     Attributes:
-        memories: by node and device.
-        not_estimated: why there are no figures of the model; "" if there are.
-        hints: what to change where a memory does not fit, or its size is not known.
-        num_parameters: of the policy; 0 if not known.
-        tiny: a family that is published larger is built without a checkpoint.
-        public_size: preset of the published size, where the planned one is tiny and there is one.
+        not_estimated: why the model has no figures; else "".
+        hints: changes for a memory that is too small or of unknown size.
+        num_parameters: parameters of the policy; 0 if unknown.
+        tiny: a tiny size, without a checkpoint, of a family that is published larger.
+        public_size: preset of the published size, if the planned one is tiny.
     """
 
     memories: list[MemoryOf]
@@ -132,15 +128,10 @@ def chunks_of(config: Config) -> int:
 
 
 def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigures:
-    """Return the figures of a model from its shapes.
+    """Return the figures of a model from its shapes; raises CheckpointError as the family's builder.
 
-    Args:
-        config: the run.
-        on_gpu: computes in bf16 where ``actor.precision`` is auto; on a CPU float32 is assumed.
-        num_rollouts: processes that share the environments.
-
-    Raises:
-        CheckpointError: see the family's builder.
+    ``on_gpu`` computes in bf16 if ``actor.precision`` is auto, otherwise float32 is assumed. ``num_rollouts`` processes
+    share the environments.
     """
     param_dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
     low = config.actor.precision == "bf16" or (config.actor.precision == "auto" and on_gpu)
@@ -169,21 +160,21 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
 
 @lru_cache(maxsize=2)
 def _shapes(model_type: str, section: str, dtype: torch.dtype) -> VLAPolicy:
-    """Return the policy of a section without its weights; `embodrl plan --fit` asks for the same one many times."""
+    """Return the policy of a section without weights; cached, since `embodrl plan --fit` asks repeatedly."""
     model = model_settings(model_type).model_validate_json(section)
-    model = model.model_copy(update={"warm_start": None})  # it has the size of the section
+    model = model.model_copy(update={"warm_start": None})  # it has the size defined by the section
     return build_policy(model, device="meta", dtype=dtype, seed=0)[0]
 
 
 def gathered_bytes(policy: VLAPolicy) -> int:
-    """Return the bytes of what belongs to no block, and of two blocks: one computes while the next is gathered."""
+    """Return the bytes outside of blocks, and of two blocks: one computes while the next is gathered."""
     sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks_of(policy)]
     total = sum(p.numel() * p.element_size() for p in policy.parameters())
     return total - sum(sizes) + 2 * max(sizes, default=0)
 
 
 def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
-    """Estimate every memory that the deployment uses; every component has its line in ``ESTIMATED_BY``.
+    """Estimate every memory that the deployment uses; every component is explained in ``ESTIMATED_BY``.
 
     Raises:
         CheckpointError: the model's files can't be read.
@@ -204,7 +195,7 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
         figures = model_figures(config, bool(actors[0].devices), len(rollouts))
         _add_model(config, deployment, figures, add)
     for place in (*actors, *rollouts):
-        if place.component == "actor" or not _shared(deployment, place):
+        if place.component == "actor" or not _shares_weights(deployment, place):
             add((place.node, HOST), "program", PYTHON_BYTES)
     if deployment.main_component is None:
         add((0, HOST), "program", PYTHON_BYTES)
@@ -221,7 +212,7 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     for place in deployment.of("eval"):
         add((place.node, HOST), "evaluation", PYTHON_BYTES)
         add(_memories(place)[0], "evaluation", 0 if figures is None else figures.plain + figures.kv_cache)
-    away = _away(config, deployment)
+    away = _offloaded(config, deployment)
     memories = [
         MemoryOf(node, device, parts, _available(config, deployment, node, device), away[device != HOST])
         for (node, device), parts in sorted(needed.items())
@@ -231,13 +222,13 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
 
 
 def _with_size(config: Config, figures: ModelFigures | None, plan: MemoryPlan) -> MemoryPlan:
-    """Return the plan with the size of the model, or what to do about one that is not known."""
+    """Return the plan with the size of the model, or with a hint if it is unknown."""
     path = config.model.model_path
     size = public_size(config)
     if figures is None:
         instead = f", or plan its size with {size} model.model_path=null" if size else ""
-        hint = f"give the directory of its files, which `embodrl fetch` makes{instead}"
-        reason = f"model.model_path '{path}' is not a local directory: its size is not known"
+        hint = f"give the directory of its files, see `embodrl fetch`{instead}"
+        reason = f"model.model_path '{path}' is not a local directory: its size is unknown"
         return replace(plan, not_estimated=reason, hints=[*plan.hints, hint])
     count = figures.num_parameters
     has_larger = MODELS.entry(config.model.model_type).public_layout
@@ -255,20 +246,22 @@ def _add_model(
     config: Config, deployment: Deployment, figures: ModelFigures, add: Callable[[tuple[int, int], str, int], None]
 ) -> None:
     """Add the memory that the model needs in each process, component by component."""
-    _add_actors(config, deployment, _of_actor(config, deployment, figures), add)
+    _add_actors(config, deployment, _actor_bytes(config, deployment, figures), add)
     rollouts = deployment.of("rollout")
     whole = figures.recorded * chunks_of(config)
-    if deployment.rolls_out_in_processes:  # the main process joins their parts
+    if deployment.rolls_out_in_processes:  # the main process joins the parts of all rollouts
         add((0, HOST), "trajectory buffer", whole)
-    for place in deployment.of("actor") if deployment.trains_in_processes else ():  # each gets all of it
+    for place in (
+        deployment.of("actor") if deployment.trains_in_processes else ()
+    ):  # each training process gets all of it
         add((place.node, HOST), "trajectory buffer", whole)
     for place in rollouts:
-        own = ENGINES.entry(config.rollout.backend).own_weights or not _shared(deployment, place)
+        own = ENGINES.entry(config.rollout.backend).own_weights or not _shares_weights(deployment, place)
         weights = figures.plain if own else 0
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
             add(where, "KV cache", figures.kv_cache // len(_memories(place)))
-        if place.devices and _rollout_leaves(config, deployment):
+        if place.devices and _offloads_rollout(config, deployment):
             add((place.node, HOST), "offloaded", weights)
         add((place.node, HOST), "trajectory buffer", whole // len(rollouts))
 
@@ -295,30 +288,29 @@ def _add_actors(
 
 
 def _training_only(deployment: Deployment) -> frozenset[str]:
-    """Return the components of an actor that no rollout uses."""
-    weights = {"weights"} if _apart(deployment) else set[str]()
+    weights = {"weights"} if _has_separate_weights(deployment) else set[str]()
     return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
 
 
-def _rollout_leaves(config: Config, deployment: Deployment) -> bool:
-    """Tell whether the rollout has weights of its own and ``rollout.enable_offload`` takes them away."""
+def _offloads_rollout(config: Config, deployment: Deployment) -> bool:
+    """Whether the rollout has its own weights and ``rollout.enable_offload`` offloads them."""
     own = ENGINES.entry(config.rollout.backend).own_weights
-    return config.rollout.enable_offload and (own or _apart(deployment))
+    return config.rollout.enable_offload and (own or _has_separate_weights(deployment))
 
 
-def _apart(deployment: Deployment) -> bool:
-    """Tell whether what trains and what acts are different processes, each with its weights."""
+def _has_separate_weights(deployment: Deployment) -> bool:
+    """Whether training and rollout are different processes, each with its own weights."""
     return deployment.has_processes
 
 
-def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozenset[str]]]:
-    """Return what is not there in a phase, for main memory (False) and GPUs (True).
+def _offloaded(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozenset[str]]]:
+    """Return what is offloaded in a phase, for main memory (False) and GPUs (True).
 
-    What leaves a CPU for main memory is there still.
+    Content offloaded from a CPU stays in main memory.
     """
     nothing = frozenset[str]()
     ends = config.env.enable_offload and config.env.offload_level == "process"
-    acts = frozenset({"rollout weights", "KV cache"}) if _rollout_leaves(config, deployment) else nothing
+    acts = frozenset({"rollout weights", "KV cache"}) if _offloads_rollout(config, deployment) else nothing
     trains = _training_only(deployment) if config.actor.enable_offload else nothing
     simulators = frozenset({"simulator"}) if ends else nothing
     done = frozenset({"gradients", "activations", "KV cache"}) if acts else nothing
@@ -328,8 +320,7 @@ def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozen
     }
 
 
-def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
-    """Return the bytes of one actor process by component."""
+def _actor_bytes(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
     training = figures.training
     actor = config.actor
     num_actors = len(deployment.of("actor"))
@@ -348,7 +339,7 @@ def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> 
     cut = num_actors
     layers = actor.tensor_parallel_size
     share = actor.global_batch_size // max(1, num_actors // layers)
-    # While gradients of several micro-batches add up, they are whole.
+    # While gradients of several micro-batches accumulate, they are unsharded.
     adds_up = share > actor.micro_batch_size and not actor.fsdp.reduce_every_micro_batch
     return {
         "weights": training.weights // cut + figures.gathered // layers,
@@ -363,9 +354,9 @@ def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
     return [(place.node, device) for device in place.devices] or [(place.node, HOST)]
 
 
-def _shared(deployment: Deployment, rollout: ProcessPlace) -> bool:
-    """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
-    return not _apart(deployment) and any(
+def _shares_weights(deployment: Deployment, rollout: ProcessPlace) -> bool:
+    """Whether a rollout uses the weights of an actor process: same machine and devices, same rank."""
+    return not _has_separate_weights(deployment) and any(
         (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in deployment.of("actor")
     )
 
@@ -379,7 +370,7 @@ def _available(config: Config, deployment: Deployment, node: int, device: int) -
 
 
 def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) -> list[str]:
-    """Return what would make a memory that is too small do, the largest component first."""
+    """Return remedies for a memory that is too small, the largest component first."""
     lines: list[str] = []
     largest = sorted(memory.needed.items(), key=lambda item: -item[1])
     for component in (name for name, num_bytes in largest if num_bytes):
@@ -388,9 +379,9 @@ def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) 
         elif component == "rollout weights" and not config.rollout.enable_offload and not config.runner.max_staleness:
             lines.append("rollout.enable_offload=true keeps them in main memory while the policy trains")
         elif component == "evaluation":
-            lines.append("runner.eval_async=false evaluates between two iterations")
+            lines.append("runner.eval_async=false evaluates between iterations")
         elif component == "KV cache":
-            lines.append("a larger rollout.pipeline_stages decides fewer rows at once")
+            lines.append("a larger rollout.pipeline_stages processes fewer rows at once")
         elif component in ("simulator", "trajectory buffer"):
             lines.append(f"fewer env.train.total_num_envs than {config.env.train.total_num_envs}, or env.num_processes")
             if component == "simulator" and not config.env.enable_offload and not config.runner.max_staleness:
@@ -403,12 +394,12 @@ def _training_remedies(config: Config, memory: MemoryOf, component: str, figures
     if component != "activations":
         adapters = config.model.trainable == "lora"
         if not adapters:
-            yield "model.trainable=lora leaves little to gradients and optimizer"
+            yield "model.trainable=lora needs little memory for gradients and optimizer"
         if actor.param_dtype == "fp32":
             yield (
                 "actor.param_dtype=bf16 halves the weights; adapters stay in float32"
                 if adapters
-                else "actor.param_dtype=bf16 with model.trainable=lora halves the weights; alone it saves little beside"
+                else "actor.param_dtype=bf16 with model.trainable=lora halves the weights; alone it saves little, given"
                 " the optimizer's float32 copies"
             )
     elif figures is not None:

@@ -1,4 +1,4 @@
-"""`embodrl plan train`: what a run would be made of, worked out without starting any of it."""
+"""`embodrl plan train`: the processes, batches and memory of a run, without starting it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ from embodrl.tools.plan.memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The arithmetic of an iteration.
+    """The batch sizes of an iteration.
 
     Attributes:
         environments: over all simulators.
-        environments_per_simulator: of one simulator process.
-        simulators_per_rollout: simulator processes that one rollout process drives.
-        environments_per_stage: decided at once by one rollout process.
+        environments_per_stage: environments decided at once by one rollout process.
         pipeline_stages: groups of environments of a rollout process.
-        chunks_per_environment: of an iteration.
-        chunks: of an iteration, over all environments.
-        environment_steps: of an iteration, at most.
+        chunks_per_environment, chunks, environment_steps: per iteration; the steps are an upper bound.
         global_batch: chunks per optimizer step, over all actor processes.
-        batch_per_actor: of it, for one actor process.
-        micro_batch: chunks a forward and backward pass.
+        micro_batch: chunks per forward and backward pass.
         gradient_accumulation: passes per optimizer step, of one actor process.
-        optimizer_steps: of an iteration.
     """
 
     environments: int
@@ -49,14 +43,11 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on paper.
+    """A planned run.
 
     Attributes:
-        deployment: where every process is.
-        batches: the arithmetic.
-        memory: what is needed and what there is.
-        obstacles: why `embodrl train` would refuse it on this machine today.
-        warnings: what is odd about the placement.
+        obstacles: reasons for which `embodrl train` would refuse it on this machine today.
+        warnings: oddities of the placement.
     """
 
     deployment: Deployment
@@ -67,11 +58,10 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every memory is large enough; False where the size of the model is not known."""
+        """Whether every memory is large enough; False if the size of the model is unknown."""
         return not self.memory.not_estimated and all(memory.fits for memory in self.memory.memories)
 
     def as_json(self, config: Config) -> dict[str, object]:
-        """Return plain values."""
         hardware = config.cluster.hardware
         return {
             "cluster": hardware.name or "this machine",
@@ -97,13 +87,10 @@ class Plan:
 
 
 def make_plan(loaded: LoadedConfig) -> Plan:
-    """Work out a run; starts nothing and imports no simulator.
-
-    Args:
-        loaded: loaded for the verb plan.
+    """Plan a run loaded for the verb plan; starts nothing and imports no simulator.
 
     Raises:
-        EmbodrlError: the number of GPUs is not known, or the model's files can't be read.
+        EmbodrlError: the number of GPUs is unknown, or the model's files can't be read.
     """
     config = loaded.config
     deployment = loaded.deployment
@@ -111,14 +98,14 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     memory = plan_memory(config, deployment)
     added = spread(config, deployment)
     if added and not all(one.fits for one in memory.memories):
-        memory = replace(memory, hints=[f"{' '.join(added)} uses the GPUs that are idle", *memory.hints])
+        memory = replace(memory, hints=[f"{' '.join(added)} uses the idle GPUs", *memory.hints])
     return Plan(deployment, batches(config, deployment), memory, obstacles, warnings(deployment))
 
 
 def spread(config: Config, deployment: Deployment) -> tuple[str, ...]:
-    """Return overrides that shard training and rollouts over all GPUs; () where none is idle, or none can be added.
+    """Return overrides that shard training and rollouts over all GPUs; () if no GPU is idle or can be added.
 
-    Simulators and batches must be shared equally: of the GPUs, as many are used as divide both.
+    Uses the largest number of GPUs that divides both simulators and batches.
     """
     actor = config.actor
     env = config.env
@@ -142,12 +129,12 @@ def spread(config: Config, deployment: Deployment) -> tuple[str, ...]:
 
 
 def _plain(place: ProcessPlace) -> dict[str, object]:
-    """Return a place as plain values, without what only a start message needs."""
+    """Return a place as plain values, without fields of the start message."""
     return {name: value for name, value in asdict(place).items() if name != "visible"}
 
 
 def batches(config: Config, deployment: Deployment) -> BatchSizes:
-    """Return the arithmetic of an iteration."""
+    """Return the batch sizes of an iteration."""
     train = config.env.train
     actor = config.actor
     chunk = config.model.num_action_chunks
@@ -194,7 +181,7 @@ def per_cpu(deployment: Deployment) -> dict[str, int]:
 
 
 def warnings(deployment: Deployment) -> list[str]:
-    """Return what is odd: idle GPUs, simulators that share a core or feed a GPU of another NUMA node."""
+    """Return oddities: idle GPUs, simulators that share a core or feed a GPU of another NUMA node."""
     lines: list[str] = []
     for node, machine in enumerate(deployment.machines):
         policies = {

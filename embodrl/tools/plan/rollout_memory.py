@@ -1,7 +1,8 @@
-"""How much memory acting takes without the weights, from shapes alone: cached keys and values, and the record kept.
+"""Memory of a rollout without the weights, from shapes alone: KV cache, and recorded data.
 
-Nothing is allocated on a device; the record is measured on one made-up observation that the processor prepares.
-Shapes: B rows decided at once, L layers, K key-value heads, H head width, S positions, C actions in a chunk, A their
+Nothing is allocated on a device; the record is measured on one dummy observation from the processor.
+
+Shapes: B rows decided at once, L layers, K key-value heads, H head width, S positions, C actions in a chunk, A action
 dimensions.
 """
 
@@ -19,36 +20,23 @@ from embodrl.types import Observation
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
 INSTRUCTION = "push the cube onto the target"
-# rewards float32, and valid, terminated and truncated, of one action.
+# per action: reward float32, and valid, terminated and truncated
 OUTCOME_BYTES = FLOAT32_BYTES + 3
-# policy_version, task_id and group_id int64, success bool, value and bootstrap value float32, of one chunk.
+# per chunk: policy_version, task_id and group_id int64, success bool, value and bootstrap value float32
 CHUNK_BYTES = 3 * INT64_BYTES + 1 + 2 * FLOAT32_BYTES
 
 
 def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize: int) -> int:
-    """Return the bytes of keys and values kept while B rows are decided: ``2 L B K S H`` values.
-
-    Args:
-        policy: on whatever device.
-        num_rows: B.
-        num_cameras: pictures an observation.
-        itemsize: bytes of a value.
-    """
+    """Return the bytes of keys and values kept while B rows are decided: ``2 L B K S H * itemsize``."""
     layers, width, positions = policy.cache_shape(num_cameras)
     return 2 * layers * num_rows * width * positions * itemsize
 
 
 def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int) -> int:
-    """Return the bytes that a rollout keeps of one chunk of one environment, in main memory.
+    """Return the bytes that a rollout records per chunk of one environment, in main memory.
 
-    What ``preprocess`` returns is made for one observation and counted; a policy without a ``processor`` counts with
-    the pictures and the state. Actions, log-probs, rewards and the columns of the batch are added.
-
-    Args:
-        policy: on whatever device; no weight is touched.
-        num_cameras: pictures an observation.
-        height: of a picture, in pixels.
-        width: of a picture, in pixels.
+    Counts the result of ``preprocess`` for one observation (without a ``processor``, images and state), plus actions,
+    log-probs, rewards and the other columns of the batch. The policy may be on any device; no weight is touched.
     """
     processor: Any = getattr(policy, "processor", None)
     observation = Observation(
@@ -64,9 +52,9 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int)
 
 
 def _state_dim(processor: Any) -> int:
-    """Return how many numbers of the robot's state a processor needs; 0 if it goes without."""
+    """Return the size of the robot state that a processor needs; 0 if none."""
     proprio = getattr(processor, "proprio", None)
     scaling = getattr(processor, "state", None)
     if proprio is not None:
         return proprio.dim
-    return 0 if scaling is None else len(next(iter(vars(scaling).values())))  # its statistics come first
+    return 0 if scaling is None else len(next(iter(vars(scaling).values())))  # its statistics take precedence

@@ -7,6 +7,6 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="plan",
     target="embodrl.tools.plan.cli:app",
-    description="Work out a run without starting it.",
+    description="Plan a run without starting it.",
     reads_as="train",
 )

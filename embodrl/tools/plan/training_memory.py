@@ -1,8 +1,8 @@
-"""How much memory training a policy takes, from shapes alone: nothing is allocated, no weight is read.
+"""Memory of training a policy, from shapes alone: nothing is allocated, no weight is read.
 
-Weights, gradients and AdamW's moments are counted exactly. Activations are an estimate: what the backward pass keeps of
-linear layers and norms, which is nearly all of it where attention is fused. Attention scores, which a CPU keeps, the
-logits and the allocator's losses are left out. Shapes: B micro-batch, in and out: features of a linear layer.
+Weights, gradients and AdamW's moments are counted exactly. Activations are estimated as the tensors that the backward
+pass keeps of linear layers and norms, nearly all of them with fused attention. Not counted: attention scores (kept on a
+CPU), logits and allocator overhead. Shapes: B micro-batch, in and out: features of a linear layer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,8 @@ def estimate_training_memory(
 ) -> TrainingMemory:
     """Estimate the memory of ``embodrl train`` or ``sft`` for a model.
 
-    Args:
-        config: section ``model``; of a checkpoint only config.json and the shapes are read.
-        micro_batch_size: ``actor.micro_batch_size``.
-        num_cameras: pictures an observation.
-        param_dtype: of the weights, ``actor.param_dtype``.
-        compute_dtype: of the forward pass; bfloat16 with autocast.
-        gradient_checkpointing: ``actor.gradient_checkpointing``.
-        master_weights: ``actor.optim.master_weights``.
+    Of a checkpoint in section ``model`` only config.json and the shapes are read. ``compute_dtype`` is bfloat16 with
+    autocast; the other arguments are keys of ``actor``.
 
     Raises:
         CheckpointError: see the family's builder.
@@ -57,15 +51,11 @@ def estimate(
     gradient_checkpointing: bool = False,
     master_weights: bool = True,
 ) -> TrainingMemory:
-    """Estimate the memory of a policy that exists, on whatever device.
+    """Estimate the memory of an existing policy, on any device, with ``requires_grad`` set as for training.
 
-    Args:
-        policy: with ``requires_grad`` set as it will train.
-        tokens: modules and the positions that each is applied to in one row; later ones count more.
-        micro_batch_size: B.
-        compute_dtype: of the forward pass.
-        gradient_checkpointing: blocks keep their input only, and one at a time is computed again.
-        master_weights: weights in half precision that train have a float32 copy.
+    ``tokens`` are modules and their number of positions per row; later entries take precedence. With gradient
+    checkpointing, blocks keep only their input, and are recomputed one at a time; with master weights, trained
+    half-precision weights have a float32 copy.
     """
     kept = _Kept(policy, tokens, compute_dtype)
     activations = kept.checkpointed() if gradient_checkpointing else kept.all()
@@ -73,15 +63,12 @@ def estimate(
 
 
 def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, int]]:
-    """Return parts of a policy and the positions, in one row, that each is applied to.
-
-    See ``VLAPolicy.positions``.
-    """
+    """Return modules of a policy and their number of positions per row; see ``VLAPolicy.positions``."""
     return [*((part, 1) for part in policy.parts().values()), *policy.positions(num_cameras)]
 
 
 class _Kept:
-    """What the backward pass keeps of one row, by layer, in the order of the forward pass."""
+    """Tensors kept by the backward pass for one row, by layer, in the order of the forward pass."""
 
     def __init__(self, policy: VLAPolicy, tokens: list[tuple[nn.Module, int]], compute_dtype: torch.dtype) -> None:
         self.policy = policy
@@ -98,16 +85,15 @@ class _Kept:
                     self.layers.append((module, positions.get(id(module), 1)))
                     seen.add(id(module))
         first = next((i for i, (layer, _) in enumerate(self.layers) if _trains(layer)), len(self.layers))
-        # Before the first layer that trains nothing is differentiated.
+        # Nothing before the first trained layer is differentiated.
         self.layers = self.layers[first:]
         self.positions = positions
 
     def all(self) -> int:
-        """Return bytes without checkpointing."""
         return sum(self._layer(layer, count) for layer, count in self.layers)
 
     def checkpointed(self) -> int:
-        """Return bytes with one stored input for each block, and the largest block computed again."""
+        """Return bytes with one stored input for each block, and the largest block recomputed."""
         kept = {id(layer): self._layer(layer, count) for layer, count in self.layers}
         total = sum(kept.values())
         largest = 0
@@ -127,7 +113,7 @@ class _Kept:
     def _layer(self, layer: nn.Module, positions: int) -> int:
         if not isinstance(layer, nn.Linear):
             return positions * NORM_COPIES * FLOAT32_BYTES * next(layer.parameters(recurse=False)).numel()
-        # The input is kept for the gradient of the weight, the output for what follows.
+        # The input is kept for the weight's gradient, the output for the next layer.
         features = layer.out_features + (layer.in_features if layer.weight.requires_grad else 0)
         return positions * features * self.width
 

@@ -20,19 +20,19 @@ SHOWN = 4
 QUICK = {"runner.eval_interval": "0", "runner.eval_at_start": "false"} | dict.fromkeys(
     ("actor.optim.critic_warmup_iterations", "actor.optim.lr_warmup_iterations"), "0"
 )
-"""Settings of a profile unless others are given: no evaluation but the last, and updates of the whole policy."""
+"""Default settings of a profile: only the final evaluation, and updates of the whole policy."""
 
 
 def profile(
     overrides: Overrides = None,
     config: ConfigFile = None,
     iterations: Annotated[
-        int, typer.Option("--iterations", metavar="N", min=2, help="of training; the first one is not measured")
+        int, typer.Option("--iterations", metavar="N", min=2, help="training iterations; the first one is not measured")
     ] = 4,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Train some iterations and show where the time of every process goes.
+    """Train some iterations and show how every process spends its time.
 
     Writes a run with trace.json, a timeline for https://ui.perfetto.dev or chrome://tracing. Evaluation is cut to one
     episode per task at the end unless its settings are given. Processes on other machines are not recorded.
@@ -68,7 +68,7 @@ def profile(
 
 
 def _briefly_evaluated(config: Config) -> Config:
-    """Return the configuration with one episode per task at the end."""
+    """Return the configuration with one evaluation episode per task at the end."""
     brief = config.env.eval.model_copy(update={"num_episodes": len(config.evaluated.env.tasks)})
     return config.model_copy(update={"env": config.env.model_copy(update={"eval": brief})})
 

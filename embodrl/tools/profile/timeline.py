@@ -1,4 +1,4 @@
-"""`embodrl profile`: where the time of an iteration goes, in every process."""
+"""`embodrl profile`: the time spent by every process in an iteration."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from embodrl.trainer.result import TrainResult
 TRACE_DIR = "trace"
 TRACE_FILE = "trace.json"
 WAITING = ("wait for simulators", "rollout")
-"""Spans in which a process may be idle; what lies within them counts by itself."""
+"""Spans in which a process may be idle; nested spans count by themselves."""
 Event = dict[str, Any]
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class ProcessShare:
-    """What a process did while the measured iterations ran.
+    """Activity of a process during the measured iterations.
 
     Attributes:
-        name: of the process.
-        busy: share of the time, 0 to 1.
-        seconds: of each kind of span, summed, the longest first.
-        counts: how often there was one.
+        busy: fraction of the time, 0 to 1.
+        seconds: total of each kind of span, longest first.
+        counts: number of spans of each kind.
     """
 
     name: str
@@ -46,11 +45,7 @@ class ProcessShare:
 
 
 def profile(loaded: LoadedConfig, run_dir: Path) -> TrainResult:
-    """Train, recording the spans of all processes of this machine; write ``trace.json`` into the run.
-
-    Args:
-        loaded: the run, of some iterations.
-        run_dir: its directory, absolute, as configured.
+    """Train, recording the spans of all processes of this machine; write ``trace.json`` into the absolute ``run_dir``.
 
     Raises:
         EmbodrlError: as ``train``.
@@ -68,7 +63,7 @@ def profile(loaded: LoadedConfig, run_dir: Path) -> TrainResult:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """Return the events that processes have written; a last line that a kill has cut off is left out."""
+    """Return the events written by processes; a truncated last line is left out."""
     events: list[Event] = []
     for path in sorted(directory.glob("*.jsonl")):
         for line in read_regular_file(path, MAX_BYTES).splitlines():
@@ -80,17 +75,17 @@ def read_events(directory: Path) -> list[Event]:
 
 
 def shares(events: Sequence[Event], first_iteration: int = 2) -> list[ProcessShare]:
-    """Return what each process did from the start of an iteration to the end of the last one.
+    """Return the activity of each process from the start of an iteration to the end of the last one.
 
-    The first iterations are left out because caches and code are cold.
+    The first iterations are left out, since caches and code are cold.
 
     Raises:
-        OutputError: no such iteration was done.
+        OutputError: no such iteration was completed.
     """
     iterations = [e for e in events if e["ph"] == "X" and e["name"].startswith("iteration ")]
     measured = [e for e in iterations if int(e["name"].split()[1]) >= first_iteration]
     if not measured:
-        message = f"iteration {first_iteration} was not done, and the first one is no measure"
+        message = f"iteration {first_iteration} was not completed, and the first one is not representative"
         raise OutputError(message, "profile more iterations", code="profile-short")
     window = (min(e["ts"] for e in measured), max(e["ts"] + e["dur"] for e in measured))
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -117,7 +112,7 @@ def _clipped(event: Mapping[str, float], window: Span) -> Span:
 
 
 def _union(spans: Sequence[Span]) -> float:
-    """Return the length of what spans cover together; those of threads overlap, and inner ones lie in outer ones."""
+    """Return the length of the union of spans, which may overlap across threads or be nested."""
     total = 0.0
     reached = float("-inf")
     for start, end in sorted(spans):

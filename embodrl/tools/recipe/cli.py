@@ -8,10 +8,10 @@ from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, imp
 
 
 def run(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
-    """Do a recipe: collect demonstrations, fine-tune on them, train by RL. Given again, it continues.
+    """Run a recipe: collect demonstrations, fine-tune on them, train with RL. Run again, it resumes.
 
-    All stages are checked before the first one starts. A setting goes to the stages that read it; runner.output_dir is
-    the directory of all of them, and each has its own below it: collect, sft, rl.
+    All stages are checked before the first one starts. Each setting goes to the stages that read it; runner.output_dir
+    is the common directory, with one subdirectory per stage: collect, sft, rl.
 
     \b
     Examples:

@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="run",
     target="embodrl.tools.recipe.cli:run",
-    description="Do a recipe: collect demonstrations, fine-tune on them, train by RL. Given again, it continues.",
+    description="Run a recipe: collect demonstrations, fine-tune on them, train with RL. Run again, it resumes.",
 )

@@ -1,8 +1,8 @@
-"""`embodrl run`: the stages of a recipe, one after the other, each a command of its own; repeated, it continues.
+"""`embodrl run`: the stages of a recipe in sequence, each in its own command; resumes when run again.
 
-All stages have one configuration, of which each reads what concerns it, as the verbs do anyway. The recipe itself adds
-only the paths from stage to stage. ``DIR/recipe.json`` says with which settings a stage was begun and whether it has
-ended; whether an interrupted one can continue is left to the verbs. Imports no torch: the stages need the memory.
+All stages share one configuration, of which each verb reads its part. The recipe itself adds only the paths between
+stages. ``DIR/recipe.json`` records each stage's settings and whether it has ended; resuming an interrupted stage is
+left to its verb. Imports no torch: the stages need the memory.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from embodrl.trainer.lock import RunLock
 
 Name = Literal["collect", "sft", "rl"]
 VERBS: dict[Name, Verb] = {"collect": "collect", "sft": "sft", "rl": "train"}
-"""Stages in their order, and what they are on the command line."""
+"""Stages in order, with their commands."""
 RECIPE_FILE = "recipe.json"
 OUTPUT_DIR = "runner.output_dir"
 DEMOS = "algorithm.off_policy.demos"
 SEEDS_APART = 2_000_000
-"""Between the first seeds of demonstrations for runner.seed and runner.seed + 1: neither they nor evaluations meet."""
+"""Distance between first demonstration seeds for consecutive runner.seed: keeps them and evaluations disjoint."""
 NUM_SEEDS = 1000
 _OF_ANY_RESULT = {"experiment", "presets.dirs", OUTPUT_DIR, "runner.seed", "runner.name"}
-"""Settings with which the results of a recipe are those that are known of it."""
+"""Settings under which the known results of a recipe hold."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -59,10 +59,8 @@ class Stage:
     """A stage of a recipe.
 
     Attributes:
-        name: also that of its directory.
-        directory: what it writes.
         arguments: settings of its command.
-        settings: those that it reads, but for the paths between stages: dotted key -> value on one line.
+        settings: settings it reads, except paths between stages: dotted key -> value on one line.
     """
 
     name: Name
@@ -72,22 +70,21 @@ class Stage:
 
     @property
     def outputs(self) -> Path:
-        """What later stages read, and has checksums."""
+        """Checksummed outputs that later stages read."""
         return self.directory if self.name == "collect" else self.directory / "policy"
 
     @property
     def is_begun(self) -> bool:
-        """There is something of it."""
         staging = self.directory.with_name(f".{self.directory.name}.partial")
         return any(place.is_dir() and any(place.iterdir()) for place in (self.directory, staging))
 
     def command(self) -> list[str]:
-        """Return the arguments of `embodrl` that begin it, or continue what there is."""
+        """Return the arguments of `embodrl` that start or resume the stage."""
         metrics = {"sft": "sft_metrics.jsonl", "rl": "metrics.jsonl"}.get(self.name)
         if metrics is None:
             return ["collect", "--resumable", *self.arguments]
         saved = any(self.directory.glob("checkpoints/step_*"))
-        # `embodrl resume` starts a training over that has no checkpoint; fine-tuning has to be begun again.
+        # `embodrl resume` restarts a training without a checkpoint; fine-tuning must be started anew.
         if saved or (self.name == "rl" and (self.directory / metrics).is_file()):
             return ["resume", str(self.directory)]
         if self.name == "sft" and (self.directory / metrics).is_file():
@@ -97,15 +94,13 @@ class Stage:
 
 @dataclass
 class Recipe:
-    """A recipe whose settings are valid, and how far it is.
+    """A validated recipe and its progress.
 
     Attributes:
-        directory: of all stages.
-        stages: in their order.
-        options: of every command: --config, --trust.
-        expected: what is known about its result, as a line; "" if nothing is.
+        options: options of every command: --config, --trust.
+        expected: line about the known result; "" if none.
         video_python: interpreter of the simulators that write videos, None for this one; "" without videos.
-        begun: stage -> the settings that it was begun with, as kept in recipe.json.
+        begun: stage -> the settings it was started with, as kept in recipe.json.
         ended: stages that have ended with their results.
     """
 
@@ -118,20 +113,12 @@ class Recipe:
     ended: list[str] = field(default_factory=list[str])
 
     def write(self) -> None:
-        """Keep how far it is.
-
-        Raises:
-            OutputError: the directory can't be written.
-        """
+        """Save the progress; raises OutputError."""
         stages = {name: {"ended": name in self.ended, "settings": settings} for name, settings in self.begun.items()}
         write_json_file(self.directory / RECIPE_FILE, {"stages": stages})
 
     def read(self) -> None:
-        """Take up how far it is.
-
-        Raises:
-            OutputError: recipe.json is damaged.
-        """
+        """Load the progress; raises OutputError if recipe.json is damaged."""
         path = self.directory / RECIPE_FILE
         if not path.exists():
             return
@@ -143,11 +130,11 @@ class Recipe:
             self.ended += [name] * stage.flag("ended")
 
     def refuse_other(self) -> None:
-        """Refuse a directory in which a stage was begun with other settings, or by something else.
+        """Refuse a directory in which a stage was started with other settings, or by another program.
 
         Raises:
             ConfigError: names each setting.
-            OutputError: there is a stage of which recipe.json knows nothing.
+            OutputError: there is a stage that recipe.json does not record.
         """
         changed: dict[tuple[str, str, str], list[Stage]] = {}
         for stage in self.stages:
@@ -156,7 +143,7 @@ class Recipe:
                 continue
             if before is None:
                 hint = f"choose another {OUTPUT_DIR}"
-                message = f"{stage.directory} holds something that this recipe has not made"
+                message = f"{stage.directory} has contents that this recipe did not create"
                 raise OutputError(message, hint, code="recipe-directory")
             for key in sorted({*before, *stage.settings}):
                 was = before.get(key, "unknown")
@@ -167,11 +154,7 @@ class Recipe:
             raise ConfigError([_changed(*values, stages) for values, stages in changed.items()])
 
     def refuse_stale(self, stage: Stage) -> None:
-        """Refuse to make again what a later stage has been made from.
-
-        Raises:
-            OutputError: names both.
-        """
+        """Refuse to redo a stage whose output a later stage has used; the OutputError names both."""
         later = [each for each in self.stages[self.stages.index(stage) + 1 :] if each.is_begun]
         if later:
             raise OutputError(
@@ -186,24 +169,20 @@ def _changed(key: str, was: str, now: str, stages: list[Stage]) -> ConfigProblem
     last = stages[-1]
     hint = f"give {key}={was} as before, or another {OUTPUT_DIR}"
     if last.name == "rl":
-        hint += f"; `embodrl resume {last.directory} {key}={now}` changes the training alone"
+        hint += f"; `embodrl resume {last.directory} {key}={now}` changes only the training"
     return ConfigProblem(key, f"was {was} when {names} began, and is {now} now", hint=hint, code="recipe-changed")
 
 
 def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bool = False) -> Recipe:
     """Check all stages of a recipe; starts nothing and writes nothing.
 
-    What only the policy of an earlier stage can tell is checked by the command of the stage, when it starts.
-
-    Args:
-        overrides: settings, as of the other verbs; each goes to the stages that read it.
-        config_file: YAML file of the user's.
-        trust: the settings of a run that another user started may run code.
+    Each override goes to the stages that read it. Checks that need the policy of an earlier stage are made when the
+    stage starts.
 
     Raises:
         ConfigError: a stage has an invalid configuration: all problems of all stages.
         UsageError: the settings name no recipe, or no directory.
-        OutputError: the directory holds something else.
+        OutputError: the directory has other contents.
     """
     composition = compose(overrides, config_file)
     refuse_untrusted_code(composition, trust)
@@ -212,13 +191,13 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
         _refuse_untrusted_code(settings)
     directory = _directory(composition.tree, composition.choices.get("experiment"))
     problems: dict[ConfigProblem, list[str]] = {
-        problem: [] for problem in _misplaced(overrides, composition.tree, settings)
+        problem: [] for problem in _unread_settings(overrides, composition.tree, settings)
     }
     stages: list[Stage] = []
     made: list[str] = []
     video_python: str | None = ""
     for name in settings.stages:
-        given = [*getattr(settings, name), *_concerning(overrides, VERBS[name])]
+        given = [*getattr(settings, name), *_arguments_for(overrides, VERBS[name])]
         tree = compose(given, config_file).tree
         links, unchecked = _links(name, tree, directory, settings.stages)
         given += _seed_of_demonstrations(name, composition.tree, tree)
@@ -234,7 +213,7 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
         made.append(str(stages[-1].outputs))
     if problems:
         count = len(settings.stages)
-        raise ConfigError([_of_stages(problem, names, count) for problem, names in problems.items()])
+        raise ConfigError([_with_stage_names(problem, names, count) for problem, names in problems.items()])
     options = [*(() if config_file is None else ("--config", str(config_file.absolute()))), *["--trust"] * trust]
     expected = _expectation(settings.expected, overrides, config_file)
     recipe = Recipe(directory, tuple(stages), tuple(options), expected, video_python)
@@ -244,7 +223,7 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
 
 
 def _expectation(known: str, overrides: list[str], config_file: Path | None) -> str:
-    """Return a line about the result to expect, which holds for the recipe without settings of the user's."""
+    """Return a line about the expected result, which holds for the recipe without the user's settings."""
     if not known:
         return ""
     keys = {argument.key for argument in parse_arguments(overrides)[0] if not argument.key.startswith("runner.logger")}
@@ -259,7 +238,7 @@ def _recipe_settings(composition: Composition) -> RecipeConfig:
     except ValidationError:
         wrong = validate(composition.tree, schema_of(composition.tree))[2]
         raise ConfigError([*composition.problems, *wrong]) from None
-    if not settings.stages and composition.problems:  # such as a misspelt experiment
+    if not settings.stages and composition.problems:  # e.g. a misspelt experiment
         raise ConfigError(composition.problems)
     if not settings.stages:
         raise UsageError(
@@ -275,7 +254,7 @@ def _recipe_settings(composition: Composition) -> RecipeConfig:
 
 
 def _refuse_untrusted_code(settings: RecipeConfig) -> None:
-    """Refuse code that the lists of an untrusted file name: for the stages they are on the command line."""
+    """Refuse code named in an untrusted file's lists, which would become command-line arguments of the stages."""
     texts = [text for name in VERBS for text in getattr(settings, name)]
     tree = compose(texts, None).tree
     if problems := [problem for text in texts for problem in untrusted_code(tree, (text,))]:
@@ -283,25 +262,24 @@ def _refuse_untrusted_code(settings: RecipeConfig) -> None:
 
 
 def _directory(tree: Node, experiment: str | None) -> Path:
-    """Return where everything goes, an absolute path; by default it is named after experiment and seed."""
+    """Return the common directory as an absolute path; by default it is named after experiment and seed."""
     node = lookup(tree, OUTPUT_DIR)
     seed = lookup(tree, "runner.seed")
     chosen = "auto" if node is None else node.value
     if chosen != "auto":
         return Path(str(chosen)).expanduser().absolute()
     if experiment is None:
-        hint = f"set {OUTPUT_DIR}=DIR: the same command, given again, continues there"
+        hint = f"set {OUTPUT_DIR}=DIR: run again, the same command resumes there"
         raise UsageError(f"the recipe has no directory: {OUTPUT_DIR} is auto", hint, code="recipe-directory")
     return (Path("outputs") / f"{experiment}_seed{0 if seed is None else seed.value}").absolute()
 
 
-def _concerning(overrides: list[str], verb: Verb) -> list[str]:
-    """Return the arguments that a verb reads, without the directory, which is the recipe's."""
+def _arguments_for(overrides: list[str], verb: Verb) -> list[str]:
+    """Return the arguments that a verb reads, without the directory, which the recipe sets."""
     return [text for text in concerning(overrides, verb) if text.lstrip("+~").partition("=")[0] != OUTPUT_DIR]
 
 
-def _misplaced(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iterator[ConfigProblem]:
-    """Yield settings that no stage reads, and paths that the recipe sets."""
+def _unread_settings(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iterator[ConfigProblem]:
     for argument in parse_arguments(overrides)[0]:
         by_recipe = argument.key in (OUTPUT_DIR, "runner.seed") or argument.key.startswith("recipe.")
         if (
@@ -322,9 +300,9 @@ def _misplaced(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iter
 
 
 def _links(name: Name, tree: Node, directory: Path, stages: tuple[Name, ...]) -> tuple[list[str], list[str]]:
-    """Return the settings that lead to a stage's directory and to what earlier ones have made.
+    """Return the settings for a stage's directory and for the outputs of earlier stages.
 
-    The second list can't be checked before those have ended: the sizes of a checkpoint are read from its files.
+    The second list can only be checked after those have ended: the sizes of a checkpoint are read from its files.
     """
     demos = directory / "collect"
     links = list[str]()
@@ -347,7 +325,7 @@ def _links(name: Name, tree: Node, directory: Path, stages: tuple[Name, ...]) ->
 
 
 def _reads_demonstrations(tree: Node) -> bool:
-    """Tell whether RL learns from a dataset too, or from nothing else."""
+    """Whether RL also, or only, learns from a dataset."""
     shares = [lookup(tree, key) for key in ("algorithm.off_policy.demo_fraction", "algorithm.bc_coef")]
     loss = lookup(tree, "algorithm.loss_type")
     offline = loss is not None and loss.value in LOSSES and LOSSES.entry(str(loss.value)).offline
@@ -355,7 +333,7 @@ def _reads_demonstrations(tree: Node) -> bool:
 
 
 def _seed_of_demonstrations(name: Name, whole: Node, tree: Node) -> list[str]:
-    """Return the setting that gives every runner.seed demonstrations of its own, unless the user has given one."""
+    """Return the setting that gives every runner.seed its own demonstrations, unless the user sets it."""
     seed = lookup(whole, "runner.seed")
     first = lookup(tree, "collect.seed")
     if name != "collect" or seed is None or type(seed.value) is not int or (first is not None and first.origin.by_user):
@@ -365,7 +343,7 @@ def _seed_of_demonstrations(name: Name, whole: Node, tree: Node) -> list[str]:
 
 
 def _read_settings(given: list[str], config_file: Path | None, verb: Verb, links: list[str]) -> dict[str, str]:
-    """Return what a verb reads of settings, without the paths that the recipe sets."""
+    """Return the settings that a verb reads, without paths set by the recipe."""
     set_here = {OUTPUT_DIR, *(link.partition("=")[0] for link in links)} - {"model.warm_start"}
     return {
         key: flow(node.plain())
@@ -374,21 +352,17 @@ def _read_settings(given: list[str], config_file: Path | None, verb: Verb, links
     }
 
 
-def _of_stages(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
-    """Name the stages that have a problem, unless all of them do."""
+def _with_stage_names(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
     if len(names) in (0, total):
         return problem
     return replace(problem, message=f"{problem.message} (in {', '.join(names)})")
 
 
 def run_recipe(recipe: Recipe, tell: Callable[[str], None]) -> int:
-    """Do what is left of a recipe; return the exit code of the stage that failed or was stopped, or 0.
+    """Run the remaining stages; return the exit code of the stage that failed or was stopped, or 0.
 
-    Signals go to the stage under way, which saves and ends as its verb does.
-
-    Args:
-        recipe: planned.
-        tell: called with a line when a stage begins or is done already.
+    Signals are forwarded to the current stage, which saves and exits as its verb does. ``tell`` gets a line when a
+    stage begins or is already done.
 
     Raises:
         MissingDependencyError: the last stage could not write its videos.
@@ -414,7 +388,7 @@ def run_recipe(recipe: Recipe, tell: Callable[[str], None]) -> int:
             recipe.begun[stage.name] = dict(stage.settings)
             recipe.write()
             tell(f"{title}: {stage.directory}")
-            code = _do(recipe, stage)
+            code = _run_stage(recipe, stage)
             if code:
                 tell(f"{title}: exit code {code}; the same command continues")
                 return code
@@ -431,16 +405,12 @@ def _has_ended(recipe: Recipe, stage: Stage) -> bool:
 
 
 def _is_intact(stage: Stage) -> bool:
-    """Return whether the results of a stage are there.
-
-    Raises:
-        EmbodrlError: they are damaged.
-    """
+    """Whether the results of a stage exist; raises EmbodrlError if they are damaged."""
     return stage.outputs.is_dir() and check_checksums(stage.outputs)
 
 
-def _do(recipe: Recipe, stage: Stage) -> int:
-    """Run the command of a stage to its end; return its exit code, 128 + N for one that signal N has killed."""
+def _run_stage(recipe: Recipe, stage: Stage) -> int:
+    """Run the command of a stage to its end; return its exit code, 128 + N if killed by signal N."""
     verb, *arguments = stage.command()
     options = [option for option in recipe.options if verb != "resume" or option == "--trust"]
     command = [*module_command("embodrl"), verb, *options, *arguments]
@@ -452,7 +422,7 @@ def _do(recipe: Recipe, stage: Stage) -> int:
 
 @contextmanager
 def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Send signals of this process to another one, which is in a session of its own."""
+    """Forward signals of this process to another one, which is in its own session."""
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -461,7 +431,7 @@ def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
     before = {
         number: signal.signal(number, forward)
         for number in _FORWARDED
-        if signal.getsignal(number) != signal.SIG_IGN  # nohup: it is to outlive its terminal
+        if signal.getsignal(number) != signal.SIG_IGN  # nohup: the stage must outlive its terminal
     }
     try:
         yield

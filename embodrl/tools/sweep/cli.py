@@ -23,7 +23,7 @@ def sweep(
     overrides: Overrides = None,
     config: ConfigFile = None,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="DIR", help="new directory of all runs", show_default=False)
+        Path | None, typer.Option("--output", metavar="DIR", help="new directory for all runs", show_default=False)
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", metavar="N", min=1, help="runs at a time")] = 1,
     backend: Annotated[
@@ -36,10 +36,10 @@ def sweep(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Train with every combination of settings that have several values.
+    """Train with every combination of settings with several values.
 
     All configurations are checked before the first run starts. With --jobs, runs share the cores and GPUs of this
-    machine evenly. `embodrl resume DIR` continues a sweep; `embodrl compare DIR` shows it at any time.
+    machine evenly. `embodrl resume DIR` resumes a sweep; `embodrl compare DIR` shows it at any time.
 
     \b
     Examples:
@@ -58,22 +58,22 @@ def sweep(
 
 
 def resume(directory: Path, settings: list[str], trust: bool) -> int:
-    """Continue the sweep of a directory.
+    """Resume the sweep of a directory.
 
     Raises:
-        UsageError: there are settings, which a sweep keeps as they were.
-        ConfigError: it names code, and this user has not started it and does not trust it.
+        UsageError: settings are given, but a sweep keeps its own.
+        ConfigError: the sweep names code, and this user has neither started nor trusted it.
     """
     from embodrl.tools.sweep.runs import read_sweep
 
     if settings:
-        message = "a sweep is continued with the settings that it began with"
+        message = "a sweep resumes with its original settings"
         raise UsageError(message, "leave out the settings, or start another sweep", code="sweep-settings")
     return work(read_sweep(directory, trust))
 
 
 def work(swept: Sweep) -> int:
-    """Do what is left of a sweep, or submit it; print how its runs compare."""
+    """Run or submit the remaining runs of a sweep; print their comparison."""
     from embodrl.tools.sweep.runs import COMPARISON_FILE, run_sweep, submit_to_slurm
     from embodrl.trainer.afterwards import afterwards
 

@@ -1,4 +1,4 @@
-"""Arguments with several values each, and the runs that they stand for."""
+"""Expands arguments with several values into runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SweptRun:
     """One run of a sweep.
 
     Attributes:
-        name: from the values that distinguish it, e.g. ``seed-1_algorithm-grpo``; unique in the sweep.
+        name: unique name from its distinguishing values, e.g. ``seed-1_algorithm-grpo``.
         overrides: its arguments, one value each.
     """
 
@@ -29,15 +29,15 @@ class SweptRun:
 def expand_sweep(texts: list[str]) -> list[SweptRun]:
     """Return every combination of the values in ``key=1,2,3``, ``key=range(0,3)`` and ``key=choice(a,b)``.
 
-    The last argument varies fastest. Arguments that can't be parsed are kept: the check of each run reports them.
+    The last argument varies fastest. Arguments that can't be parsed are kept, and reported by the check of each run.
 
     Raises:
-        ConfigError: a kind of sweep that has no list of values, too many runs, or no argument with several values.
+        ConfigError: unsupported sweep syntax, too many runs, or no argument with several values.
     """
     columns = [_values(text) for text in texts]
     swept = [index for index, values in enumerate(columns) if len(values) > 1]
     if not swept:
-        hint = "give one several values: runner.seed=0,1,2; one run is started by `embodrl train`"
+        hint = "give an argument several values: runner.seed=0,1,2; start a single run with `embodrl train`"
         raise ConfigError([ConfigProblem("(arguments)", "have one value each", hint=hint, code="sweep-single")])
     number = 1
     for values in columns:
@@ -62,7 +62,7 @@ def _values(text: str) -> list[str]:
 
     if len(text) > MAX_ARGUMENT:
         return [text]
-    if _GLOB.match(text):  # Hydra would need its own search path to parse it
+    if _GLOB.match(text):  # Hydra needs its own search path to parse it
         raise _without_values(text)
     try:
         override = OverridesParser.create().parse_override(text)
@@ -88,7 +88,7 @@ def _name(labels: list[str], arguments: list[str]) -> str:
 
 
 def _unique(runs: list[SweptRun]) -> list[SweptRun]:
-    """Number the names of runs that differ only in characters which no file name should have."""
+    """Number the run names that differ only in characters unfit for file names."""
     counts = {run.name: sum(other.name == run.name for other in runs) for run in runs}
     return [
         SweptRun(f"{index}_{run.name}", run.overrides) if counts[run.name] > 1 else run

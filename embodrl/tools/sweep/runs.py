@@ -1,4 +1,4 @@
-"""`embodrl sweep`: several runs, some at a time, on this machine or as jobs of Slurm; and a comparison of them."""
+"""`embodrl sweep`: several runs in parallel on this machine or as Slurm jobs, and their comparison."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BACKENDS = ("local", "slurm")
 LOGS = "logs"
 SETTINGS = "settings"
 APPROVAL = "approval"
-"""In sweep.json: the digest of all the rest, keyed with the secret of the user who started the sweep."""
+"""Key in sweep.json: digest of the other entries, keyed with the secret of the user who started the sweep."""
 _EMBODRL = module_command("embodrl")
 STOP_S = 30.0
 POLL_S = 1.0
@@ -49,20 +49,16 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep consists of; kept in sweep.json.
+    """A sweep, as kept in sweep.json.
 
-    Its runs get their settings as files with the trust that sweep.json has: on the command line those of somebody else
-    would count as the user's own.
+    Runs get their settings as files with the trust of sweep.json: on the command line, another user's settings would
+    count as the user's own.
 
     Attributes:
-        directory: of all runs.
-        runs: in the order in which they start.
-        config_file: YAML file that all of them take, absolute; None for none.
-        max_iterations: of each run.
-        jobs: runs at a time.
-        backend: one of ``BACKENDS``.
+        runs: runs in starting order.
+        config_file: YAML file of all runs, absolute; None for none.
         slurm: options of sbatch, e.g. ``--gpus=1``.
-        approved: this user has written it, or trusts it.
+        approved: this user has written or trusted the sweep.
         trust: the runs are started with --trust.
     """
 
@@ -77,7 +73,7 @@ class Sweep:
     trust: bool = False
 
     def command(self, index: int) -> list[str]:
-        """Return the command that starts a run, or continues it if it has a checkpoint or metrics."""
+        """Return the command that starts a run, or resumes it if it has a checkpoint or metrics."""
         path = self.path(index)
         trust = ["--trust"] * self.trust
         if (path / METRICS_FILE).is_file() or any(path.glob("checkpoints/step_*")):
@@ -87,15 +83,10 @@ class Sweep:
         return [*_EMBODRL, "train", *trust, *config, *settings]
 
     def settings_file(self, index: int) -> Path:
-        """Return the file of arguments of a run."""
         return self.directory / SETTINGS / f"{self.runs[index].name}.yaml"
 
     def write_settings(self) -> None:
-        """Write the files of arguments of the runs that are still to be done.
-
-        Raises:
-            OutputError: they can't be written.
-        """
+        """Write the argument files of the remaining runs; raises OutputError."""
         (self.directory / SETTINGS).mkdir(exist_ok=True)
         for index in self.unfinished():
             texts = list(self.runs[index].overrides)
@@ -103,25 +94,21 @@ class Sweep:
             write_text_file(self.settings_file(index), text_of_arguments(texts, approved))
 
     def path(self, index: int) -> Path:
-        """Return the directory of a run."""
         return self.directory / self.runs[index].name
 
     def is_finished(self, index: int) -> bool:
-        """Return whether a run has ended with its results."""
         return (self.path(index) / POLICY_DIR).is_dir() and (self.path(index) / REPORT_FILE).is_file()
 
     def unfinished(self) -> list[int]:
-        """Return the runs that are still to be done."""
         return [index for index in range(len(self.runs)) if not self.is_finished(index)]
 
     def views(self) -> list[RunView]:
-        """Return the runs that have metrics."""
         paths = [self.path(index) for index in range(len(self.runs))]
         return read_runs([path for path in paths if (path / METRICS_FILE).is_file()])
 
 
 def is_sweep(directory: Path) -> bool:
-    """Return whether a directory is that of a sweep."""
+    """Whether a directory is a sweep's."""
     return (directory / SWEEP_FILE).is_file()
 
 
@@ -136,19 +123,13 @@ def new_sweep(
 ) -> Sweep:
     """Check all runs of a sweep and write its directory; starts nothing.
 
-    Args:
-        overrides: arguments of ``embodrl train``, at least one of them with several values.
-        config_file: YAML file of all runs.
-        directory: of the sweep; None for a new one below outputs/.
-        jobs: runs at a time.
-        backend: one of ``BACKENDS``.
-        slurm: options of sbatch.
-        trust: settings of another user's run may run code.
+    ``overrides`` are arguments of ``embodrl train``, at least one of them with several values. Without ``directory``,
+    the sweep gets a new one below outputs/.
 
     Raises:
         ConfigError: a run has an invalid configuration: all problems of all runs.
-        EmbodrlError: the machine has too few cores or GPUs for so many at a time, or no sbatch.
-        OutputError: the directory holds an earlier sweep, or can't be written.
+        EmbodrlError: the machine has too few cores or GPUs for the concurrent runs, or no sbatch.
+        OutputError: the directory has an earlier sweep, or can't be written.
     """
     if backend == "local":
         make_slots(jobs)
@@ -196,12 +177,11 @@ def _check(runs: Sequence[SweptRun], config_file: Path | None, trust: bool) -> l
             for problem in error.problems:
                 found.setdefault(problem, []).append(run.name)
     if found:
-        raise ConfigError([_in_runs(problem, names, len(runs)) for problem, names in found.items()])
+        raise ConfigError([_with_run_names(problem, names, len(runs)) for problem, names in found.items()])
     return iterations
 
 
-def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
-    """Name the runs that have a problem, unless all of them do."""
+def _with_run_names(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
     if len(names) == total:
         return problem
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -209,11 +189,7 @@ def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProb
 
 
 def read_sweep(directory: Path, trust: bool = False) -> Sweep:
-    """Read the sweep of a directory.
-
-    Args:
-        directory: of the sweep.
-        trust: what it names may run code though this user has not started it.
+    """Read the sweep of a directory; with ``trust``, code it names may run though this user has not started it.
 
     Raises:
         ConfigError: it names code, and this user has not started it.
@@ -244,7 +220,7 @@ def read_sweep(directory: Path, trust: bool = False) -> Sweep:
 
 
 def _foreign_code(sweep: Sweep, source: str) -> list[ConfigProblem]:
-    """Return what a sweep names that runs code."""
+    """Return the entries of a sweep that run code."""
     named = {
         "config_file": "" if sweep.config_file is None else f"{sweep.config_file}: settings of all runs",
         "slurm": f"jobs of Slurm with the options {shlex.join(sweep.slurm)!r}" if sweep.backend == "slurm" else "",
@@ -264,11 +240,7 @@ def _foreign_code(sweep: Sweep, source: str) -> list[ConfigProblem]:
 
 
 def _check_script(sweep: Sweep) -> None:
-    """Refuse what would be another line of the job script, or not an option of sbatch in it.
-
-    Raises:
-        UsageError: names it.
-    """
+    """Refuse text that would add a line to the job script, or is not an sbatch option, with a UsageError."""
     if sweep.backend != "slurm":
         return
     options = [text for text in sweep.slurm if not (text.startswith("-") and text.isprintable())]
@@ -281,23 +253,14 @@ def _check_script(sweep: Sweep) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """What one run at a time gets of this machine.
-
-    Attributes:
-        cores: logical CPUs.
-        gpus: entries of CUDA_VISIBLE_DEVICES; None where the machine has no GPU.
-    """
+    """Share of this machine for one concurrent run: logical CPUs, and CUDA_VISIBLE_DEVICES entries or None."""
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...] | None
 
 
 def make_slots(jobs: int) -> list[Slot]:
-    """Divide the cores and GPUs that this process may use.
-
-    Raises:
-        EmbodrlError: there are fewer cores, or GPUs where there are any, than runs at a time.
-    """
+    """Divide the cores and GPUs that this process may use; raises EmbodrlError if runs outnumber them."""
     cores = sorted(os.sched_getaffinity(0))
     gpus = read_machine().gpus
     for what, count in (("cores", len(cores)), ("GPUs", len(gpus))):
@@ -312,12 +275,9 @@ def make_slots(jobs: int) -> list[Slot]:
 
 
 def run_sweep(sweep: Sweep) -> int:
-    """Do the runs that are not finished, some at a time, each on its share of the machine; write the comparison.
+    """Run the unfinished runs, each on its share of the machine; write the comparison.
 
-    A run that fails does not stop the others. SIGTERM and Ctrl-C stop all of them, which save, and the sweep.
-
-    Args:
-        sweep: its runs.
+    A failing run does not stop the others. SIGTERM and Ctrl-C stop the sweep and all runs, which save first.
 
     Returns:
         0; 1 if a run has failed; 128 + the signal's number if one has stopped it.
@@ -336,8 +296,6 @@ def run_sweep(sweep: Sweep) -> int:
 
 
 class _Queue:
-    """The runs of a sweep on this machine."""
-
     def __init__(self, sweep: Sweep, slots: list[Slot], stop: StopSignal, progress: Progress) -> None:
         self._sweep = sweep
         self._stop = stop
@@ -348,7 +306,6 @@ class _Queue:
         self._failed: list[int] = []
 
     def work(self) -> list[int]:
-        """Do the runs; return those that have failed."""
         try:
             while self._running or (self._waiting and not self._stop):
                 while self._waiting and self._free and not self._stop:
@@ -385,7 +342,7 @@ class _Queue:
         self._progress.message(f"{sweep.runs[index].name}: started")
 
     def _wait(self) -> None:
-        """Wait until a run has ended, or for a moment."""
+        """Wait until a run has ended, at most for a moment."""
         with selectors.DefaultSelector() as selector:
             descriptors = [os.pidfd_open(process.pid) for process in self._running]
             try:
@@ -412,7 +369,6 @@ class _Queue:
         self._progress.update(*self._progress_of_runs())
 
     def _progress_of_runs(self) -> tuple[int, str]:
-        """Return how many iterations of all runs are done, and a line about those that are running."""
         sweep = self._sweep
         total = len(self._sweep.runs)
         done = [_iterations_done(sweep, index) for index in range(total)]
@@ -422,7 +378,6 @@ class _Queue:
         return sum(done), "; ".join([f"{ended} of {total} runs done", *running])
 
     def _end(self) -> None:
-        """Ask the runs to save and stop."""
         for process in self._running:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
@@ -438,7 +393,7 @@ def _log_of(sweep: Sweep, index: int) -> Path:
 def _iterations_done(sweep: Sweep, index: int) -> int:
     try:
         rows = read_metrics(sweep.path(index) / METRICS_FILE)
-    except OutputError:  # the run itself reports it; the other runs continue
+    except OutputError:  # reported by the run itself; the other runs continue
         return 0
     return rows[-1]["iteration"] if rows else 0
 
@@ -452,23 +407,19 @@ def _compare(sweep: Sweep) -> None:
 
 
 def check_slurm() -> None:
-    """Check that jobs can be submitted.
-
-    Raises:
-        EmbodrlError: sbatch is missing.
-    """
+    """Check that jobs can be submitted; raises EmbodrlError without sbatch."""
     if shutil.which("sbatch") is None:
         hint = "run it on a login node of the cluster, or leave out --backend slurm"
         raise EmbodrlError("sbatch is not installed here", hint, code="sweep-slurm")
 
 
 def submit_to_slurm(sweep: Sweep) -> str:
-    """Submit the runs that are not finished as one array of jobs; each continues its run if it is requeued.
+    """Submit the unfinished runs as a job array; each resumes its run if requeued.
 
-    The directory of the sweep is one that all nodes share.
+    The directory of the sweep must be shared by all nodes.
 
     Returns:
-        the number of the array; "" if all runs are finished.
+        Id of the array; "" if all runs are finished.
 
     Raises:
         EmbodrlError: sbatch is missing or refuses.
@@ -487,7 +438,7 @@ def submit_to_slurm(sweep: Sweep) -> str:
 
 
 def slurm_script(sweep: Sweep) -> str:
-    """Return the job script of the runs that are not finished."""
+    """Return the job script of the unfinished runs."""
     waiting = sweep.unfinished()
     lines = [
         "#!/bin/bash",

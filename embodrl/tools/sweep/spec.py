@@ -8,6 +8,6 @@ SWEEP_FILE = "sweep.json"
 VERB = VerbSpec(
     name="sweep",
     target="embodrl.tools.sweep.cli:sweep",
-    description="Train with every combination of settings that have several values.",
+    description="Train with every combination of settings with several values.",
     resumes={SWEEP_FILE: "embodrl.tools.sweep.cli:resume"},
 )

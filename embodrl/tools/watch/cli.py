@@ -21,13 +21,13 @@ def watch(
     port: Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 for a free one")] = 8180,
     token: Annotated[
         str | None,
-        typer.Option("--token", metavar="TOKEN", help=f"by default a random one; {NO_TOKEN}: none", show_default=False),
+        typer.Option("--token", metavar="TOKEN", help=f"default: a random one; {NO_TOKEN}: none", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Show runs on a local web page: curves, success per task, videos, differing settings; renewed while they train.
+    """Show runs on a local web page: curves, success per task, videos, differing settings; refreshed while they train.
 
-    It reads only files of the runs. Ctrl-C ends it.
+    Reads only the runs' files. Stop it with Ctrl-C.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""A local web page over runs, made from their files alone: an overview that renews itself, and a page per run."""
+"""A local web page about runs, made from their files alone: a self-refreshing overview, and a page per run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from embodrl.errors import EmbodrlError, MissingDependencyError, OutputError, Us
 from embodrl.reporting.page import page
 from embodrl.reporting.report import report_page
 from embodrl.reporting.run_files import own_files
-from embodrl.serving import door as doors
-from embodrl.serving.door import Door, bound_logs
+from embodrl.serving import door
+from embodrl.serving.door import ConnectionLimiter, bound_logs
 from embodrl.tools.compare.comparison import (
     RunView,
     comparison_json,
@@ -34,7 +34,7 @@ except ImportError as error:
     raise MissingDependencyError("aiohttp is not installed", "pip install 'embodrl[serve]'") from error
 
 MOST_RUNS = 12
-"""Runs that are drawn unless others are chosen: the newest."""
+"""Runs drawn by default: the newest."""
 RENEW_S = 5
 COOKIE = "embodrl_watch"
 PATTERNS = ("videos/**/*.mp4", "logs/**/*.log", "metrics.jsonl", "config.yaml", "provenance.json")
@@ -59,24 +59,19 @@ setInterval(async () => {
 
 
 class RunPages:
-    """The pages over the runs in some directories.
-
-    Args:
-        directories: of runs, or above runs; searched again at every request.
-        token: that the URL must have; None for none.
+    """The pages about the runs in some directories, which are searched at every request.
 
     Attributes:
-        door: learns which connections may stay; None: nothing bounds them.
+        limiter: connection limiter; None for no limit.
     """
 
-    door: Door | None = None
+    limiter: ConnectionLimiter | None = None
 
     def __init__(self, directories: Sequence[Path], token: str | None) -> None:
         self._directories = directories
         self._token = token
 
     def app(self) -> web.Application:
-        """Return the web application."""
         app = web.Application(middlewares=[self._admit])
         app.add_routes(
             [
@@ -98,11 +93,11 @@ class RunPages:
             refused = web.Response(status=HTTPStatus.UNAUTHORIZED, text=text)
             refused.force_close()
             return refused
-        if self.door is not None:
-            self.door.admit(request.protocol)
-        if "token" in request.query:  # not in the address bar, history or links
+        if self.limiter is not None:
+            self.limiter.admit(request.protocol)
+        if "token" in request.query:  # keep the token out of the address bar, history and links
             others = "&".join(f"{quote(k)}={quote(v)}" for k, v in request.query.items() if k != "token")
-            # As it was sent: a zero byte can stand in no header, and two slashes would lead to another host.
+            # As sent: a zero byte is not allowed in a header, and two slashes would lead to another host.
             path = f"/{request.rel_url.raw_path.lstrip('/')}"
             location = f"{path}?{others}" if others else path
             answer: web.StreamResponse = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": location})
@@ -112,24 +107,23 @@ class RunPages:
             answer = await handler(request)  # pyright: ignore
         except EmbodrlError as error:
             return web.Response(status=HTTPStatus.NOT_FOUND, text=f"{error}\n")
-        if self.door is not None and self.door.is_crowded():
+        if self.limiter is not None and self.limiter.is_crowded():
             answer.force_close()
         answer.headers["Cache-Control"] = "no-store"
         answer.headers["X-Content-Type-Options"] = "nosniff"
         return answer
 
     def _views(self) -> list[RunView]:
-        """Return all runs, the newest first."""
         try:
             paths = find_runs(self._directories)
         except UsageError:
             if not all(directory.is_dir() for directory in self._directories):
                 raise
-            return []  # none yet
+            return []  # no runs yet
         return sorted(read_runs(paths), key=lambda run: run.age_s)
 
     def _chosen(self, request: web.Request) -> tuple[list[RunView], list[RunView]]:
-        """Return all runs, and those to draw, by name so that a run keeps its colour."""
+        """Return all runs, and the ones to draw, by name so that a run keeps its colour."""
         views = self._views()
         wanted = set(request.query.getall("run", []))
         chosen = [run for run in views if run_id(run) in wanted] if wanted else views[:MOST_RUNS]
@@ -184,7 +178,7 @@ class RunPages:
 
 
 def run_id(run: RunView) -> str:
-    """Return what stands for a run in addresses."""
+    """Return the id of a run in URLs."""
     return hashlib.sha256(str(run.directory.resolve()).encode()).hexdigest()[:12]
 
 
@@ -207,22 +201,15 @@ def _html(text: str, scripts: str) -> web.Response:
 
 
 async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str], None]) -> int:
-    """Serve the pages until SIGINT or SIGTERM.
+    """Serve the pages until SIGINT or SIGTERM; return 128 + the signal's number.
 
-    Args:
-        watch: the pages.
-        host: address to listen at.
-        port: 0 for a free one.
-        on_ready: called with the URL.
-
-    Returns:
-        128 + the signal's number.
+    ``port`` 0 picks a free one; ``on_ready`` gets the URL.
 
     Raises:
         OutputError: the address is not available.
     """
     runner = web.AppRunner(
-        watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0, keepalive_timeout=doors.REST_S
+        watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0, keepalive_timeout=door.REST_S
     )
     bound_logs()
     await runner.setup()
@@ -231,15 +218,15 @@ async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str],
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda n=number: stopped.done() or stopped.set_result(n))
     assert runner.server is not None
-    watch.door = door = Door(runner.server, None)
+    watch.limiter = limiter = ConnectionLimiter(runner.server, None)
     try:
         try:
-            bound = await door.open(host, port)
+            bound = await limiter.open(host, port)
         except OSError as error:
             hint = "choose another --host or --port; --port 0 takes a free one"
             raise OutputError(f"can't listen at {host}:{port}: {error.strerror}", hint, code="watch-address") from error
         on_ready(f"http://{host}:{bound}/")
         return 128 + await stopped
     finally:
-        await door.close()
+        await limiter.close()
         await runner.cleanup()

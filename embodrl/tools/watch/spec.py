@@ -8,5 +8,5 @@ VERB = VerbSpec(
     name="watch",
     target="embodrl.tools.watch.cli:watch",
     description="Show runs on a local web page: curves, success per task, videos, differing settings;"
-    " renewed while they train.",
+    " refreshed while they train.",
 )

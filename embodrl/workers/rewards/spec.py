@@ -7,7 +7,7 @@ from embodrl.specs import VerbSpec
 REWARD = VerbSpec(
     name="reward",
     target="embodrl.cli.reward:app",
-    description="Rewards that are learned from recorded episodes.",
+    description="Rewards learned from recorded episodes.",
 )
 LABEL = VerbSpec(
     name="label",

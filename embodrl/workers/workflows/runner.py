@@ -33,6 +33,7 @@ from embodrl.names import import_workflow
 from embodrl.specs import LOSSES
 from embodrl.workers.collector import WHOLE, Metrics, Share, Snapshot, SyncCollector
 from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, ShardMeta, meta_of, shard_meta
+from embodrl.workers.recorders import NOT_JUDGED, Judging
 from embodrl.workers.workflows.async_pool import AsyncPool
 from embodrl.workers.workflows.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.workflows.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
@@ -245,7 +246,7 @@ class WorkflowCollector(SyncCollector):
         pool: started, without auto-reset.
         engine: the policy.
         should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
-        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        judging: what the rewards ask for.
         share: which of the run's environments are those of the pool.
         workflow: None takes ``rollout.workflow``.
     """
@@ -256,12 +257,12 @@ class WorkflowCollector(SyncCollector):
         pool: EnvPool,
         engine: RolloutEngine,
         should_stop: Callable[[], bool],
-        keep_frames: bool = False,
+        judging: Judging = NOT_JUDGED,
         share: Share = WHOLE,
         workflow: RolloutWorkflow | None = None,
     ) -> None:
-        super().__init__(config, pool, engine, should_stop, keep_frames, share)
-        self.episode_runner = WorkflowRunner(config, pool, engine, keep_frames, workflow)
+        super().__init__(config, pool, engine, should_stop, judging, share)
+        self.episode_runner = WorkflowRunner(config, pool, engine, judging.keep_frames, workflow)
         self._metas: list[ShardMeta] = []
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:

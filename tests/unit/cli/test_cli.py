@@ -28,7 +28,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), prog_name="embodrl")
 
 
-VERBS = ["train", "eval", "collect", "convert", "sft", "resume", "export", "list", "doctor", "bench", "parity"]
+VERBS = ["train", "eval", "collect", "convert", "sft", "resume", "export", "list", "doctor", "parity"]
 VERBS += ["plan train", "config show", "config validate", "config diff", "env install", "env list", "env remove"]
 VERBS += ["pipeline show", "model random", "env serve"]
 
@@ -57,7 +57,6 @@ def test_exit_codes_are_listed_whole() -> None:
         ("embodrl train mod", 2, ["model=", "model.warm_start="]),
         ("embodrl train rollout.backend = v", 4, ["vllm"]),
         ("embodrl list en", 2, ["envs"]),
-        ("embodrl bench r", 2, ["render", "rollout"]),
         ("embodrl conf", 1, ["config"]),
     ],
 )
@@ -81,7 +80,6 @@ def test_completion_in_shells_that_do_not_split_words() -> None:
         (["list", "things"], "unknown kind 'things'; available: models, envs"),
         (["list", "env"], "did you mean 'envs'?"),
         (["convert", "droid", "x", "-o", "y"], "unknown layout 'droid'; available: libero"),
-        (["bench", "rendr"], "did you mean 'render'?"),
         (["trian"], "did you mean `embodrl train`?"),
         (["help"], "write `embodrl --help`"),
         (["validate"], "write `embodrl config validate`"),

@@ -91,7 +91,7 @@ def test_list() -> None:
         assert name in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [("nonsense",), ("train", "--nonsense"), ("bench", "nonsense"), ("resume",)])
+@pytest.mark.parametrize("arguments", [("nonsense",), ("train", "--nonsense"), ("list", "nonsense"), ("resume",)])
 def test_wrong_usage(arguments: tuple[str, ...]) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
@@ -111,7 +111,6 @@ def test_wrong_usage(arguments: tuple[str, ...]) -> None:
         "config validate",
         "list",
         "doctor",
-        "bench",
     ],
 )
 def test_help_has_examples(verb: str) -> None:

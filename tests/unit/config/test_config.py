@@ -415,7 +415,7 @@ def test_a_far_off_name_of_another_section_is_not_proposed() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["foo.bar=1"])
     [problem] = caught.value.problems
-    assert not problem.nearest and "docs/configuration.md" in problem.hint
+    assert not problem.nearest and "`embodrl config show`" in problem.hint
 
 
 def test_rollouts_follow_the_precision_of_training() -> None:

@@ -88,7 +88,7 @@ def test_a_setting_without_effect_is_noted(arguments: tuple[str, ...], key: str)
             "openvla",
             "model.flow.num_steps=8",
             "model.flow",
-            "gr00t, gr00t_n1_6, gr00t_n1_7, pi0, pi05, smolvla have it",
+            "gr00t, gr00t_n1_7, pi0, pi05, smolvla have it",
         ),
         ("openvla", "model.keep_stop_token=false", "model.keep_stop_token", "openvla_oft has it"),
     ],
@@ -143,16 +143,9 @@ FSDP = (
 )
 
 
-@pytest.mark.parametrize("algorithm", ["sac", "rlpd", "residual", "dsrl", "rlt", "hil_serl"])
-def test_small_actors_are_refused_by_one_rule_where_they_would_be_sharded(algorithm: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(["env=toy", "model=mlp", f"algorithm={algorithm}", *FSDP])
-    found = [problem for problem in caught.value.problems if "actor" in problem.key or "placement" in problem.key]
-    assert [problem.code for problem in found] == ["small-actors-train-natively"]
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "dagger", "iql"])
+@pytest.mark.parametrize("algorithm", ["ppo", "dagger", "iql", "sac", "rlpd", "hil_serl"])
 def test_policies_are_sharded_whatever_they_learn_from(algorithm: str, tmp_path: Path) -> None:
-    demos = [f"algorithm.off_policy.demos={tmp_path}"] if algorithm == "iql" else []
+    given = algorithm in ("iql", "rlpd", "hil_serl")
+    demos = [f"algorithm.off_policy.demos={tmp_path}"] if given else []
     loaded = load_config(["env=toy", "model=mlp", f"algorithm={algorithm}", *FSDP, *demos])
     assert loaded.config.actor.training_backend == "fsdp"

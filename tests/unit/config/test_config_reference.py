@@ -1,24 +1,21 @@
-"""docs/configuration.md is what the schema, the presets and the rules say."""
+"""The reference of the configuration, which the documentation site makes, has every key."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import importlib.util
 from pathlib import Path
 
 from embodrl.config.check import schema_keys, shipped_schemas
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_reference_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "make_config_reference.py"), "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "make_config_reference.py"
 
 
 def test_reference_has_every_key() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("make_config_reference", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    text = module.page()
     names = {key.rpartition(".")[2] for schema in shipped_schemas() for key in schema_keys(schema)}
     assert len(names) > 100
     assert [

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 SPEC = """
-from embodrl.config.rules.base import Finding, RuleSet
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.specs import EngineSpec
 

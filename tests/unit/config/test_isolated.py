@@ -62,7 +62,7 @@ def test_install_is_idempotent_and_found(tmp_path: Path):
     code = "import sys; print(sys.prefix)"
     assert subprocess.check_output([python, "-c", code], text=True).strip() == str(tmp_path / "libero")
     stamp = (tmp_path / "libero" / places.MARKER).stat().st_mtime_ns
-    assert install() == [f"libero is there already: {tmp_path / 'libero'}"]
+    assert install() == [f"libero is already installed: {tmp_path / 'libero'}"]
     assert (tmp_path / "libero" / places.MARKER).stat().st_mtime_ns == stamp
     isolated.remove("libero", None, lambda _: None)
     assert places.installed_python("libero") is None

@@ -90,7 +90,6 @@ PRESETS = {
     "pi05_libero": (5, "as_is", False, TWO, True),
     "pi0_fast_libero": (10, "as_is", False, TWO, True),
     "gr00t_libero": (5, "libero", False, TWO, True),
-    "gr00t_n1_6_libero": (8, "libero", False, TWO, True),
     "gr00t_n1_7_libero": (8, "libero", False, TWO, True),
 }
 

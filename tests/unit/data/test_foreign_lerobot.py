@@ -133,7 +133,7 @@ def test_seconds_since_1970_are_counted_from_the_episode_s_first_row(
     )
     np.testing.assert_array_equal(seen(tmp_path), WANTED)
     np.testing.assert_array_equal(seen(tmp_path, max_episodes=1), pictures(0))
-    assert ("timestamp of 2 episodes is of a clock" in caplog.text) == (clock is since_1970)
+    assert ("timestamp of 2 episodes comes from a clock" in caplog.text) == (clock is since_1970)
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
@@ -152,7 +152,7 @@ def test_times_at_which_the_file_shows_another_episode_are_refused(tmp_path: Pat
     build(tmp_path, version="v3.0", columns=late, episodes=lambda c: c.update(ends))
     with raises_code("dataset-frame-times") as refused:
         load_demos(tmp_path, max_episodes=1)
-    assert "episode 0, frame 11 is 1.3000 s, and its pictures end at 1.2000 s" in refused.value.message
+    assert "episode 0, frame 11 is 1.3000 s, but its images end at 1.2000 s" in refused.value.message
 
 
 @pytest.mark.parametrize("end", [None, 99.0])
@@ -359,7 +359,7 @@ def test_a_camera_without_files_is_left_out(tmp_path: Path, caplog: pytest.LogCa
     build(tmp_path, info=declare)
     assert list(read_facts(tmp_path).cameras) == ["top"]
     assert load_demos(tmp_path).images.shape[1] == 1
-    assert "camera wrist is left out: info.json declares it, and it has no file" in caplog.text
+    assert "camera wrist is left out: info.json declares it, but it has no file" in caplog.text
     with raises_code("sft-camera-missing"):
         load_demos(tmp_path, cameras=("top", "wrist"))
 
@@ -476,14 +476,14 @@ def test_rows_of_episodes_that_are_not_listed_are_left_out(
 ) -> None:
     grow(build(tmp_path, version=version))
     np.testing.assert_array_equal(seen(tmp_path), WANTED)
-    assert "12 rows are left out: they are of episodes that meta/episodes does not list" in caplog.text
+    assert "12 rows are left out: meta/episodes does not list their episodes" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["v2.1", "v3.0"])
 def test_stale_totals_refuse_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str) -> None:
     build(tmp_path, version=version, info=lambda i: i.update(total_episodes=1, total_frames=LENGTH))
     np.testing.assert_array_equal(seen(tmp_path), WANTED)
-    assert "states 1 episodes, and meta/episodes has 2, which are read" in caplog.text
+    assert "states 1 episodes; meta/episodes has 2, which are read" in caplog.text
 
 
 def test_more_rows_of_an_episode_than_are_stated_are_no_damage(tmp_path: Path) -> None:

@@ -362,10 +362,10 @@ def replaced(value: object) -> Callable[[list], list]:
         (lambda d: change_info(d, codebase_version="v9.0"), "dataset-version", "is of version v9.0"),
         (lambda d: change_info(d, fps="20"), "file-damaged", "'fps' is \"20\", not a number"),
         (lambda d: change_info(d, fps=0), "file-damaged", "'fps' is 0"),
-        (lambda d: change_info(d, total_frames=9), "file-damaged", "states 9 frames, and meta/episodes has 8"),
-        (lambda d: change_info(d, total_episodes=4), "file-damaged", "states 4 episodes, and meta/episodes has 3"),
-        (lambda d: change_info(d, video_path="../{video_key}.mp4"), "dataset-path", "leads out of the dataset"),
-        (lambda d: change_info(d, data_path="/etc/shadow"), "dataset-path", "leads out of the dataset"),
+        (lambda d: change_info(d, total_frames=9), "file-damaged", "states 9 frames; meta/episodes has 8"),
+        (lambda d: change_info(d, total_episodes=4), "file-damaged", "states 4 episodes; meta/episodes has 3"),
+        (lambda d: change_info(d, video_path="../{video_key}.mp4"), "dataset-path", "leads outside the dataset"),
+        (lambda d: change_info(d, data_path="/etc/shadow"), "dataset-path", "leads outside the dataset"),
         (lambda d: change_info(d, data_path="{chunk_index.__class__}"), "file-damaged", "is not a path template"),
         (lambda d: change_info(d, data_path="{file_index:999999999d}"), "file-damaged", "is not a path template"),
         (lambda d: change_info(d, data_path="{"), "file-damaged", "is not a path template"),
@@ -374,7 +374,7 @@ def replaced(value: object) -> Callable[[list], list]:
         (
             lambda d: change_feature(d, "observation.images.wrist", shape=[10**9, 10**9, 3]),
             "file-damaged",
-            "sizes are 1 to 16384",
+            "sizes must be 1 to 16384",
         ),
         (
             lambda d: [change_feature(d, f"observation.images.{name}", shape=[10, 12, 3]) for name in CAMERAS],

@@ -12,7 +12,7 @@ from embodrl.config.schema.algorithm import AlgorithmConfig
 from embodrl.data.replay import EXPERT, HUMAN, ReplayBuffer, ReplayStores, frames_of, intervened
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.training.off_policy import sample_transitions
+from embodrl.learners.off_policy import sample_transitions
 
 T, C, A = 4, 2, 3
 
@@ -158,8 +158,8 @@ def test_what_follows_the_last_chunk_is_no_memory_that_was_never_written(n_step,
     buffer.add_frames({name: column[-6:-5] for name, column in frames_of(rollout()).items()})  # 30: solved at once
     algorithm = AlgorithmConfig.model_validate({"off_policy": {"n_step": n_step}})
     found = sample_transitions(ReplayStores(buffer), 1, algorithm, torch.Generator())
-    assert found.discount.item() == 0 and found.returns.item() == 60
-    assert found.next_inputs["state"].item() == 0
+    assert found["discount"].item() == 0 and found["returns"].item() == 60
+    assert found["next_inputs"]["state"].item() == 0
 
 
 def corrected_rollout(by: int = EXPERT) -> TrajectoryBatch:

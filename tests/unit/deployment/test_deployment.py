@@ -145,7 +145,7 @@ def start(loaded: LoadedConfig, directory: Path) -> FakeLauncher:
         actor.make_train_engine(config, deployment, POLICY, directory, launcher)
     if deployment.rolls_out_in_processes:
         channels = rollout_channels(launcher, len(deployment.of("rollout")))
-        launch_rollouts(config, deployment, launcher, channels, False, directory)
+        launch_rollouts(config, deployment, launcher, channels, directory)
     assert bool(launcher.workers) == (deployment.trains_in_processes or deployment.rolls_out_in_processes)
     return launcher
 
@@ -279,11 +279,7 @@ def test_every_documented_placement_is_started_here() -> None:
         return re.sub(r"[\s'\"]", "", text)
 
     tested = {plain(part.removeprefix(PLACES)) for parts in COMMANDS.values() for part in parts if PLACES in part}
-    pages = [
-        path.read_text()
-        for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-        if path.name != "capabilities.md"
-    ]  # made by a script that tries its commands
+    pages = [path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]]
     written = {plain(found) for page in pages for found in re.findall(r"component_placement=({[^}]*})", page)}
     assert written and written <= tested
 

@@ -24,8 +24,8 @@ def test_processes_of_each_piece():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0-1:0-2", "3 processes do not divide 2 devices, nor they them: 3 / 2 leaves 1"),
-        ("0-1:0-3,2-3:2-5", "the processes start with 2, but 4 come before"),
+        ("0-1:0-2", "3 processes and 2 devices do not divide evenly: 3 / 2 leaves 1"),
+        ("0-1:0-3,2-3:2-5", "the processes start with 2, but 4 come first"),
         ("0-1,1-2", "named twice"),
     ],
 )

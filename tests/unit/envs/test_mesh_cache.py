@@ -77,7 +77,7 @@ def test_where_nothing_can_be_kept_the_mesh_is_as_good(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     np.testing.assert_array_equal(cached("a", (INPUT,), lambda: double([]))[0], INPUT * 2)
-    assert "can't be kept" in caplog.text
+    assert "can't be cached" in caplog.text
 
 
 def _work(number: int, folder: str, barrier: object) -> None:

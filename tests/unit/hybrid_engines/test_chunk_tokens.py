@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import updates
 from test_train_engine import ALGORITHM, largest_change, make_engine, weights_of
 from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
@@ -14,7 +15,7 @@ from toy_policy import ToyPolicy, toy_rollout
 from embodrl.algorithms.advantages import compute_advantages, penalized_rewards
 from embodrl.config.schema import KlConfig
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.hybrid_engines.training.objective import chunk_weights, trained_chunks
+from embodrl.learners.objective import chunk_weights, trained_chunks
 from embodrl.types import TOKEN_MASK, EvalOutput
 
 TOKENS = 6
@@ -43,7 +44,9 @@ def rollout(lengths: list[int] | None = None) -> TrajectoryBatch:
 def update(batch: TrajectoryBatch, policy: ToyPolicy, level: str, **changes: Any) -> tuple[dict[str, float], Any]:
     algorithm = ALGORITHM.model_copy(update={"logprob_type": level, "entropy_bonus": 0.01, "update_epoch": 2})
     engine = make_engine(policy, **changes)
-    metrics = engine.update(batch, compute_advantages(batch, algorithm), algorithm, torch.Generator().manual_seed(0))
+    metrics = updates.update(
+        engine, batch, compute_advantages(batch, algorithm), algorithm, torch.Generator().manual_seed(0)
+    )
     return metrics, weights_of(engine)
 
 

@@ -11,6 +11,7 @@ import torch
 from expect import raises_code
 from torch import Tensor
 from toy_policy import BINS, FEATURES, ToyPolicy, toy_rollout
+from updates import update
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
@@ -18,7 +19,7 @@ from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
 from embodrl.data.imitation import DemoDraws
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.types import SamplingParams
 
 COEF = 0.25
@@ -37,14 +38,14 @@ def updated(imitates: bool, critic_warmup: int = 0, **algorithm: Any) -> tuple[N
     optim = OptimConfig(critic_warmup_iterations=critic_warmup, lr_warmup_iterations=0, clip_grad=1e6)
     config = ActorConfig(global_batch_size=20, micro_batch_size=5, precision="fp32", optim=optim)
     engine = NativeTrainEngine(ToyPolicy(), EngineOptions(config, 10), "cpu")
-    engine.optimizer = torch.optim.SGD([{"params": [*engine.leaves.values()], "role": "policy"}])
+    engine.state.optimizer = torch.optim.SGD([{"params": [*engine.state.leaves.values()], "role": "policy"}])
     engine.set_learning_rates = lambda rates, train_policy: engine._let_policy_train(train_policy)
-    engine.optimizer.param_groups[0]["lr"] = 1.0
-    if imitates:
-        engine.draw_demos = lambda: Batch(demonstration())
+    engine.state.optimizer.param_groups[0]["lr"] = 1.0
     settings = AlgorithmConfig(update_epoch=1, **algorithm)
     batch = toy_rollout(ToyPolicy(), temperature=settings.sampling.temperature)
-    metrics = engine.update(batch, compute_advantages(batch, settings), settings, torch.Generator().manual_seed(0))
+    demos = [Batch(demonstration())] if imitates else None
+    advantages = compute_advantages(batch, settings)
+    metrics = update(engine, batch, advantages, settings, torch.Generator().manual_seed(0), demos)
     return engine, metrics
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_off_policy_engine as off_policy
 import torch
 from first_steps import watch
+from replay_frames import config_of, updater_of
 from tiny_families import build
 from tiny_training import tiny_rollout, training_config
 from torch import Tensor
+from updates import update
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.data.replay import ReplayStores
 from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 
 Layout = Callable[[Tensor], Tensor]
 
@@ -64,17 +64,19 @@ def test_native_engine(num_threads: int) -> None:
     config = training_config("gaussian")
     policy = build("gaussian")
     engine = NativeTrainEngine(policy, EngineOptions.of(config), "cpu", num_threads=num_threads)
-    engine.version = 1  # the critic is warm
-    stepped = watch(engine.optimizer)
+    engine.state.version = 1  # the critic is warm
+    stepped = watch(engine.state.optimizer)
     batch = tiny_rollout("gaussian", policy, config, 0)
-    engine.update(batch, compute_advantages(batch, config.algorithm), config.algorithm, off_policy.generator())
+    update(
+        engine, batch, compute_advantages(batch, config.algorithm), config.algorithm, torch.Generator().manual_seed(7)
+    )
     assert any(weight.ndim == 4 for weight in stepped)
 
 
-def test_off_policy_engine() -> None:
-    config = off_policy.config_of()
-    engine = off_policy.engine_of(config)
-    stepped = watch(engine.optimizer, engine.learner)
-    engine.learn(ReplayStores(off_policy.buffer_of(60)), config.algorithm, off_policy.generator())
-    assert set(stepped.values()) == {engine.optimizer, engine.learner}
+def test_off_policy_updates() -> None:
+    updater = updater_of(config_of())
+    of_policy, of_critics = updater.update.engine.state.optimizer, updater.update.modules.optimizer
+    stepped = watch(of_policy, of_critics)
+    updater.learn(torch.Generator().manual_seed(7))
+    assert set(stepped.values()) == {of_policy, of_critics}
     assert any(weight.ndim == 4 for weight in stepped)

@@ -16,7 +16,7 @@ from embodrl.config.schema import ActorConfig, OptimConfig
 from embodrl.data.batch import Batch
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 
 LR = 1e-5
 STEPS = 20
@@ -30,7 +30,7 @@ def make_engine(dtype: torch.dtype, masters: Literal["auto"] | bool = "auto", se
 
 def step(engine: NativeTrainEngine, number: int) -> None:
     """Take a step of gradients of 1 and -1, exact in bf16, that alternate with the number of the parameter."""
-    for group in engine.optimizer.param_groups:
+    for group in engine.state.optimizer.param_groups:
         group["lr"] = LR
 
     def loss_fn(rows: Batch) -> LossOutput:
@@ -61,20 +61,20 @@ def test_updates_of_bf16_weights_are_kept_as_in_float32() -> None:
     exact = trained(torch.float32)
     wanted = movement(exact, list(exact.policy.parameters()))
     copied = trained(torch.bfloat16)
-    masters = [copied.masters[p] for p in copied.policy.parameters()]
+    masters = [copied.state.masters[p] for p in copied.policy.parameters()]
     torch.testing.assert_close(movement(copied, list(masters)), wanted, rtol=0, atol=1e-7)  # float32's rounding
-    for parameter, master in copied.masters.items():
+    for parameter, master in copied.state.masters.items():
         assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, master.to(torch.bfloat16))
 
     plain = trained(torch.bfloat16, masters=False)
-    assert not plain.masters
+    assert not plain.state.masters
     lost = 1 - float(movement(plain, list(plain.policy.parameters())).norm() / wanted.norm())
     assert lost > 0.8  # 0.5 ulp of a weight of 0.3 is 5e-4, a step 1e-5
 
 
 def test_weights_in_float32_have_no_copies() -> None:
-    assert not make_engine(torch.float32).masters
-    assert all(leaf is p for p, leaf in make_engine(torch.float32).leaves.items())
+    assert not make_engine(torch.float32).state.masters
+    assert all(leaf is p for p, leaf in make_engine(torch.float32).state.leaves.items())
 
 
 @pytest.mark.parametrize("in_shards", [False, True])
@@ -108,8 +108,8 @@ def test_a_state_with_copies_fits_an_engine_without_and_the_other_way_round(in_s
         else:
             two.load_state_dict(one.state_dict())
         step(two, 1)
-        for parameter, leaf in two.leaves.items():
-            moments = two.optimizer.state[leaf]
+        for parameter, leaf in two.state.leaves.items():
+            moments = two.state.optimizer.state[leaf]
             assert moments["exp_avg"].dtype == leaf.dtype and float(moments["step"]) == 2
             assert torch.equal(parameter, leaf.to(parameter.dtype))
 
@@ -117,12 +117,12 @@ def test_a_state_with_copies_fits_an_engine_without_and_the_other_way_round(in_s
 def test_offload_takes_the_copies() -> None:
     engine = make_engine(torch.bfloat16)
     step(engine, 0)
-    before = flat([*engine.masters.values()])
+    before = flat([*engine.state.masters.values()])
     engine.offload()
-    assert all(master.untyped_storage().nbytes() == 0 for master in engine.masters.values())
+    assert all(master.untyped_storage().nbytes() == 0 for master in engine.state.masters.values())
     assert all(p.untyped_storage().nbytes() for p in engine.policy.parameters())  # the rollout's as well
     engine.onload()
-    assert torch.equal(flat([*engine.masters.values()]), before)
+    assert torch.equal(flat([*engine.state.masters.values()]), before)
 
 
 def test_settings() -> None:

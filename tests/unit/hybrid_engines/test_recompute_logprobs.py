@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import updates
 from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
@@ -16,7 +17,7 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, Sam
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import ConfigError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 
 STILL = OptimConfig(lr=1e-30, value_lr=1e-30, critic_warmup_iterations=0, lr_warmup_iterations=0)
 ACTOR = ActorConfig(global_batch_size=20, micro_batch_size=5, precision="fp32", optim=STILL)
@@ -44,9 +45,11 @@ def update(noise: float, settings: AlgorithmConfig, recompute: bool) -> dict[str
     batch = off_by(noise, engine)
     before = batch["values"].clone()
     if recompute:
-        set_proximal(batch, *engine.proximal(batch, settings, every_chunk=True))
+        set_proximal(batch, *updates.proximal(engine, batch, settings, every_chunk=True))
         assert torch.equal(batch["values"], before)  # the critic's are those of the rollout
-    return engine.update(batch, compute_advantages(batch, settings), settings, torch.Generator().manual_seed(0))
+    return updates.update(
+        engine, batch, compute_advantages(batch, settings), settings, torch.Generator().manual_seed(0)
+    )
 
 
 @pytest.mark.parametrize("level", ["token_level", "action_level", "chunk_level"])
@@ -75,8 +78,10 @@ def test_weights_are_those_of_truncated_importance_sampling() -> None:
         engine = NativeTrainEngine(ToyPolicy(), EngineOptions(ACTOR, 10), "cpu")
         batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
         batch.logprobs = batch.logprobs - 0.9
-        set_proximal(batch, *engine.proximal(batch, settings, every_chunk=True))
-        metrics = engine.update(batch, compute_advantages(batch, settings), settings, torch.Generator().manual_seed(0))
+        set_proximal(batch, *updates.proximal(engine, batch, settings, every_chunk=True))
+        metrics = updates.update(
+            engine, batch, compute_advantages(batch, settings), settings, torch.Generator().manual_seed(0)
+        )
         losses[cap] = metrics["train/policy_loss"]
         if cap is not None:
             assert metrics["train/behavior_weight_mean"] == pytest.approx(min(cap, 2.4596), rel=1e-4)

@@ -14,7 +14,7 @@ from tiny_training import largest_difference, train, training_config
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.training import sharded_checkpoint
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole
 from embodrl.workers.policy import build_policy
 

@@ -8,8 +8,8 @@ from tiny_families import FAMILIES, build
 from torch import nn
 
 from embodrl.config import load_config
-from embodrl.hybrid_engines.training.engine_state import StateShapes, buckets
 from embodrl.hybrid_engines.training.sharding import blocks_of, held, num_copies, part_of, whole
+from embodrl.hybrid_engines.training.state_shapes import StateShapes, buckets
 from embodrl.hybrid_engines.training.tensor_parallel import decoder_layers
 from embodrl.tools.plan.plan import make_plan
 from embodrl.workers.actor import saves_shards
@@ -42,7 +42,6 @@ def test_the_layers_that_tensor_parallelism_cuts() -> None:
         "pi05": 4,
         "pi0_fast": 2,
         "gr00t": 2,
-        "gr00t_n1_6": 2,
         "gr00t_n1_7": 2,
         "smolvla": 4,
     }  # pi: PaliGemma and the expert

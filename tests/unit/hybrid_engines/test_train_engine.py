@@ -11,6 +11,7 @@ import torch
 from expect import raises_code
 from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
+from updates import reference_logprobs, update
 
 from embodrl.algorithms.advantages import Advantages, compute_advantages
 from embodrl.algorithms.losses import LossOutput
@@ -19,10 +20,10 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError, NonFiniteError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chunks, trained_chunks
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.hybrid_engines.training.schedule import learning_rates
+from embodrl.learners.objective import chunk_weights, flatten_chunks, trained_chunks
 from embodrl.processor import Processor
 
 ALGORITHM = AlgorithmConfig(sampling=SamplingConfig(temperature=1.0), update_epoch=1)
@@ -39,7 +40,7 @@ def train(
     engine: NativeTrainEngine, algorithm: AlgorithmConfig = ALGORITHM, seed: int = 0, **rollout: Any
 ) -> dict[str, float]:
     batch = toy_rollout(engine.policy, seed=seed, **rollout)  # pyright: ignore[reportArgumentType]
-    return engine.update(batch, compute_advantages(batch, algorithm), algorithm, torch.Generator().manual_seed(seed))
+    return update(engine, batch, compute_advantages(batch, algorithm), algorithm, torch.Generator().manual_seed(seed))
 
 
 def weights_of(engine: NativeTrainEngine) -> dict[str, Tensor]:
@@ -55,7 +56,7 @@ def test_an_update_raises_the_probability_of_good_actions() -> None:
     batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
     advantages = compute_advantages(batch, ALGORITHM)
     for _ in range(10):
-        metrics = engine.update(batch, advantages, ALGORITHM, torch.Generator().manual_seed(0))
+        metrics = update(engine, batch, advantages, ALGORITHM, torch.Generator().manual_seed(0))
     assert metrics["train/policy_loss"] < -0.01
     assert engine.version == 10
 
@@ -67,7 +68,7 @@ def test_log_probs_that_disagree_with_the_rollout_show_before_the_first_step() -
     batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
     batch.logprobs = batch.logprobs - 0.5  # every ratio is exp(0.5), so that the k3 estimate is exp(0.5) - 1 - 0.5
     advantages = compute_advantages(batch, ALGORITHM)
-    metrics = engine.update(batch, advantages, ALGORITHM, torch.Generator().manual_seed(0))
+    metrics = update(engine, batch, advantages, ALGORITHM, torch.Generator().manual_seed(0))
     assert metrics["train/first_minibatch_kl"] == pytest.approx(0.148721, abs=1e-4)
 
 
@@ -114,9 +115,9 @@ def test_a_chunk_without_valid_actions_is_not_trained_on() -> None:
     generator = torch.Generator().manual_seed(0)
     poisoned = copy.deepcopy(batch)
     poisoned.forward_inputs["features"][3:, 1] = torch.nan
-    metrics = engine.update(poisoned, compute_advantages(poisoned, ALGORITHM), ALGORITHM, generator)
+    metrics = update(engine, poisoned, compute_advantages(poisoned, ALGORITHM), ALGORITHM, generator)
     clean = make_engine(ToyPolicy())
-    expected = clean.update(batch, compute_advantages(batch, ALGORITHM), ALGORITHM, torch.Generator().manual_seed(0))
+    expected = update(clean, batch, compute_advantages(batch, ALGORITHM), ALGORITHM, torch.Generator().manual_seed(0))
     assert metrics == expected
 
 
@@ -141,9 +142,9 @@ def test_what_gets_no_gradient_is_not_computed() -> None:
     kept = trained_chunks(batch, estimate, 0.2)
     poisoned = copy.deepcopy(batch)
     poisoned.forward_inputs["features"][~kept] = torch.nan
-    metrics = make_engine(ToyPolicy()).update(poisoned, estimate, algorithm, torch.Generator().manual_seed(0))
+    metrics = update(make_engine(ToyPolicy()), poisoned, estimate, algorithm, torch.Generator().manual_seed(0))
     assert metrics["train/num_nonfinite"] == 0 and metrics["train/num_updates"] > 0
-    full = make_engine(ToyPolicy()).update(batch, estimate, ALGORITHM, torch.Generator().manual_seed(0))
+    full = update(make_engine(ToyPolicy()), batch, estimate, ALGORITHM, torch.Generator().manual_seed(0))
     assert metrics["train/policy_loss"] != full["train/policy_loss"]
 
 
@@ -183,7 +184,7 @@ def test_minibatches_cover_every_chunk_once_an_epoch_and_differ_by_at_most_one()
 
     engine.forward_backward = recorded  # pyright: ignore[reportAttributeAccessIssue]
     twice = AlgorithmConfig(sampling=SamplingConfig(temperature=1.0), update_epoch=2)
-    engine.update(batch, compute_advantages(batch, twice), twice, torch.Generator().manual_seed(0))
+    update(engine, batch, compute_advantages(batch, twice), twice, torch.Generator().manual_seed(0))
     assert [len(part) for part in seen] == [6] * 6
     first, second = (sum(parts, list[float]()) for parts in (seen[:3], seen[3:]))
     chosen = batch.forward_inputs["features"][batch.valid.any(-1)]
@@ -197,7 +198,7 @@ def test_equal_seeds_give_equal_runs_and_others_do_not() -> None:
         batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
         generator = torch.Generator().manual_seed(seed)
         for _ in range(2):
-            engine.update(batch, compute_advantages(batch, ALGORITHM), ALGORITHM, generator)
+            update(engine, batch, compute_advantages(batch, ALGORITHM), ALGORITHM, generator)
         return weights_of(engine)
 
     assert largest_change(run(0), run(0)) == 0
@@ -215,7 +216,7 @@ def test_critic_warmup_trains_the_value_head_only() -> None:
     assert {name.partition(".")[2] for name in engine.state_dict().tensors["optimizer"]} == changed
     assert train(engine, seed=2)["train/lr"] > 0
     assert not torch.equal(weights_of(engine)["head.weight"], before["head.weight"])
-    assert engine.optimizer.state[engine.policy_parameters[0]]["step"] == 1
+    assert engine.state.optimizer.state[engine.state.policy_parameters[0]]["step"] == 1
 
 
 def test_without_a_critic_there_is_no_critic_warmup() -> None:
@@ -230,7 +231,7 @@ def test_without_a_critic_there_is_no_critic_warmup() -> None:
 
 def test_weight_decay_spares_biases_and_norms() -> None:
     engine = make_engine(optim={"weight_decay": 0.5})
-    decayed = {id(p) for group in engine.optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    decayed = {id(p) for group in engine.state.optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     names = {name for name, p in engine.policy.named_parameters() if id(p) in decayed}
     assert names == {"body.weight", "head.weight", "value.weight"}
 
@@ -253,12 +254,12 @@ def test_learning_rates_by_hand(scheduler: Any, expected: list[float]) -> None:
 
 def test_a_gradient_is_clipped_and_its_norm_reported_unclipped() -> None:
     engine = make_engine(optim={"clip_grad": 1e-3})
-    parameter = engine.policy_parameters[0]
-    for p in engine.policy_parameters:
+    parameter = engine.state.policy_parameters[0]
+    for p in engine.state.policy_parameters:
         p.grad = torch.zeros_like(p)
     parameter.grad = torch.full_like(parameter, 3.0)
     seen: list[float] = []
-    engine.optimizer.register_step_pre_hook(lambda *_: seen.append(float(parameter.grad.norm())))  # pyright: ignore
+    engine.state.optimizer.register_step_pre_hook(lambda *_: seen.append(float(parameter.grad.norm())))  # pyright: ignore
     step = engine.optimizer_step(torch.tensor(1.0))
     assert step.applied and step.grad_norm == pytest.approx(3.0 * parameter.numel() ** 0.5)
     assert seen == pytest.approx([1e-3], rel=1e-3)
@@ -287,14 +288,14 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
 ) -> None:
     engine = make_engine()
     train(engine)
-    before, state = weights_of(engine), copy.deepcopy(engine.optimizer.state_dict()["state"])
+    before, state = weights_of(engine), copy.deepcopy(engine.state.optimizer.state_dict()["state"])
     poison(engine, {1}, value)
     with caplog.at_level(logging.WARNING):
         metrics = train(engine)
     assert metrics["train/num_nonfinite"] == 1 and metrics["train/num_updates"] == 0
     assert "no update; not finite: the gradients of 'body.weight', 'body.bias', 'norm.weight' and" in caplog.text
     assert largest_change(before, weights_of(engine)) == 0
-    for index, moments in engine.optimizer.state_dict()["state"].items():
+    for index, moments in engine.state.optimizer.state_dict()["state"].items():
         assert all(torch.equal(state[index][key], moments[key]) for key in moments)
     assert train(engine)["train/num_updates"] == 1
 
@@ -338,7 +339,7 @@ def test_a_restored_engine_continues_bit_for_bit() -> None:
     for seed in (2, 3):
         assert train(straight, seed=seed) == train(resumed, seed=seed)
     assert largest_change(weights_of(straight), weights_of(resumed)) == 0
-    assert straight.state_num_bytes() == sum(
+    assert straight.shapes().num_bytes == sum(
         t.numel() * t.element_size()
         for group in straight.state_dict().tensors.values()
         for name, t in group.items()
@@ -354,7 +355,9 @@ def test_offload_between_updates_changes_no_bit() -> None:
         report = offloaded.offload()
         moments = 2 * sum(p.numel() for p in offloaded.policy.parameters()) * 4
         assert report is not None and report.before >= moments and report.after == 0
-        assert all(t.untyped_storage().nbytes() == 0 for s in offloaded.optimizer.state.values() for t in s.values())
+        assert all(
+            t.untyped_storage().nbytes() == 0 for s in offloaded.state.optimizer.state.values() for t in s.values()
+        )
         assert largest_change(weights_of(straight), weights_of(offloaded)) == 0  # what acts is still there
     saved, wanted = offloaded.state_dict().tensors["optimizer"], straight.state_dict().tensors["optimizer"]
     assert saved.keys() == wanted.keys() and all(torch.equal(saved[name], wanted[name]) for name in wanted)
@@ -372,16 +375,16 @@ def test_weights_that_do_not_act_leave_as_well() -> None:
     )
     batch = toy_rollout(ToyPolicy())
     for seed in range(2):
-        mine, theirs = (engine.reference_logprobs(batch, algorithm) for engine in (offloaded, straight))
+        mine, theirs = (reference_logprobs(engine, batch, algorithm) for engine in (offloaded, straight))
         assert torch.equal(mine, theirs)
         assert train(straight, seed=seed) == train(offloaded, seed=seed)
         assert offloaded.offload() is not None
-        assert offloaded.reference is not None
-        kept = (*offloaded.policy.parameters(), *offloaded.reference.parameters())
+        assert offloaded.state.reference is not None
+        kept = (*offloaded.policy.parameters(), *offloaded.state.reference.parameters())
         assert not any(p.untyped_storage().nbytes() for p in kept)
         straight.offload()  # the reference leaves, what acts stays
-        assert straight.reference is not None
-        frozen = straight.reference_weights().values()
+        assert straight.state.reference is not None
+        frozen = straight.state.reference_weights().values()
         assert not any(p.untyped_storage().nbytes() for p in frozen)
         assert all(p.untyped_storage().nbytes() for p in straight.policy.parameters())
     assert all(torch.equal(t, weights_of(straight)[name]) for name, t in offloaded.weights())
@@ -392,7 +395,7 @@ def test_a_restored_engine_in_critic_warmup_has_no_policy_moments() -> None:
     train(engine)
     resumed = make_engine(optim={"critic_warmup_iterations": 2})
     resumed.load_state_dict(engine.state_dict())
-    assert set(resumed.optimizer.state) == set(resumed.value_parameters)
+    assert set(resumed.state.optimizer.state) == set(resumed.state.value_parameters)
 
 
 @pytest.mark.parametrize("damage", ["missing weight", "other shape", "half moments", "unknown moments"])
@@ -439,23 +442,23 @@ def reference_engine(**changes: Any) -> NativeTrainEngine:
 
 def test_the_reference_stays_where_the_policy_began_and_shares_what_does_not_train() -> None:
     engine = reference_engine()
-    assert engine.reference is not None
+    assert engine.state.reference is not None
     start = weights_of(engine)
     batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
-    before = engine.reference_logprobs(batch, ALGORITHM)
+    before = reference_logprobs(engine, batch, ALGORITHM)
     live = batch.valid.any(-1)
     torch.testing.assert_close(before[live], batch.logprobs[live])
     assert (before[~live] == 0).all() and batch.valid.any() and not live.all()
     for seed in range(2):
         train(engine, seed=seed)
-    assert torch.equal(engine.reference_logprobs(batch, ALGORITHM), before)
-    for name, parameter in engine.reference.named_parameters():
+    assert torch.equal(reference_logprobs(engine, batch, ALGORITHM), before)
+    for name, parameter in engine.state.reference.named_parameters():
         shared = name.startswith("value.")
         assert (parameter is dict(engine.policy.named_parameters())[name]) == shared
         assert shared or (torch.equal(parameter, start[name]) and not parameter.requires_grad)
     assert largest_change(weights_of(engine), start) > 0
-    extra = engine.state_num_bytes() - make_engine().state_num_bytes()
-    assert extra == sum(p.numel() * 4 for p in engine.policy_parameters)
+    extra = engine.shapes().num_bytes - make_engine().shapes().num_bytes
+    assert extra == sum(p.numel() * 4 for p in engine.state.policy_parameters)
 
 
 def test_a_restored_reference_is_that_of_the_first_start() -> None:
@@ -464,14 +467,14 @@ def test_a_restored_reference_is_that_of_the_first_start() -> None:
     saved = engine.state_dict()
     resumed = reference_engine(seed=9)
     batch = toy_rollout(ToyPolicy())
-    assert not torch.equal(resumed.reference_logprobs(batch, ALGORITHM), engine.reference_logprobs(batch, ALGORITHM))
+    assert not torch.equal(reference_logprobs(resumed, batch, ALGORITHM), reference_logprobs(engine, batch, ALGORITHM))
     resumed.load_state_dict(saved)
-    assert torch.equal(resumed.reference_logprobs(batch, ALGORITHM), engine.reference_logprobs(batch, ALGORITHM))
+    assert torch.equal(reference_logprobs(resumed, batch, ALGORITHM), reference_logprobs(engine, batch, ALGORITHM))
     del saved.tensors["reference"]
     with raises_code("checkpoint-mismatch", CheckpointError):
         reference_engine().load_state_dict(saved)
     with raises_code("reference-missing", EmbodrlError, "keep_reference"):
-        make_engine().reference_logprobs(batch, ALGORITHM)
+        reference_logprobs(make_engine(), batch, ALGORITHM)
 
 
 def test_a_kl_to_the_reference_holds_the_policy_back() -> None:
@@ -480,11 +483,11 @@ def test_a_kl_to_the_reference_holds_the_policy_back() -> None:
         engine = reference_engine()
         for seed in range(10):
             batch = toy_rollout(engine.policy, seed=0)  # pyright: ignore[reportArgumentType]
-            batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
+            batch.ref_logprobs = reference_logprobs(engine, batch, algorithm)
             advantages = compute_advantages(batch, algorithm)
-            metrics = engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(seed))
+            metrics = update(engine, batch, advantages, algorithm, torch.Generator().manual_seed(seed))
         assert ("train/ref_kl" in metrics) == (coef > 0)
-        apart = engine.reference_logprobs(batch, algorithm) - batch.logprobs
+        apart = reference_logprobs(engine, batch, algorithm) - batch.logprobs
         return float(apart[batch.valid].square().mean())
 
     assert distance(10.0) < 0.5 * distance(0.0)
@@ -495,7 +498,7 @@ def test_an_update_without_any_rows_changes_nothing() -> None:
     batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
     batch.valid[:] = False
     before = weights_of(engine)
-    metrics = engine.update(batch, compute_advantages(batch, ALGORITHM), ALGORITHM, torch.Generator())
+    metrics = update(engine, batch, compute_advantages(batch, ALGORITHM), ALGORITHM, torch.Generator())
     assert metrics["train/num_updates"] == 0 and largest_change(before, weights_of(engine)) == 0
     assert engine.version == 1
 

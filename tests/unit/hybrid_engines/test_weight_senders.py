@@ -56,7 +56,7 @@ class Bench:
         pipe, answers = self.channels
         self.policy, acting = build_policy(config), build_policy(config)
         group = launch_trainers(config, deployment_of(config), None, self.launcher, {PIPE: pipe})
-        self.engine = RemoteTrainEngine(config, self.policy, group, sends_weights=True)
+        self.engine = RemoteTrainEngine(self.policy, group)
         self.target = Target(acting)  # type: ignore[arg-type]
         end = RemoteSender(group, {PIPE: pipe}, trained_names(self.policy))
         self.link = WeightChannel("memory", end, [answers], directory)

@@ -16,8 +16,8 @@ from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.learners.dagger import DaggerLearner
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.dagger import DaggerUpdater
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.checkpoint import Checkpoint
 
@@ -29,10 +29,10 @@ def config_of(family: str, **off_policy: object) -> Config:
     return training_config(family, algorithm=algorithm, actor={"optim": optim}, sft=sft)
 
 
-def learner_of(family: str, config: Config, count: int) -> DaggerLearner:
+def learner_of(family: str, config: Config, count: int) -> DaggerUpdater:
     policy = build(family, add_value_head=False)
     engine = NativeTrainEngine(policy, EngineOptions.of(config), "cpu")
-    return DaggerLearner(config, policy, engine, store_of(policy, count))
+    return DaggerUpdater(config, policy, engine, store_of(policy, count))
 
 
 def store_of(policy: VLAPolicy, count: int) -> ReplayBuffer:

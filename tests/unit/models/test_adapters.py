@@ -27,7 +27,6 @@ TARGETS = {
     "pi0": r".*gemma_expert.*(q|v)_proj|state_proj|action_in_proj",
     "pi05": "all-linear",
     "gr00t": ["q_proj", "to_q", "linear"],
-    "gr00t_n1_6": ["q_proj", "to_q", "patch_embedding"],
     "gr00t_n1_7": ["qkv", "linear_fc1", "to_q"],
     "smolvla": r".*lm_expert.*(q|v)_proj|action_out_proj",
 }

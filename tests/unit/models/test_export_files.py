@@ -22,7 +22,6 @@ from embodrl.models.registry import build_policy
         ("smolvla", True),
         ("openvla", False),
         ("gr00t", False),
-        ("gr00t_n1_6", False),
         ("gr00t_n1_7", False),
     ],
 )

@@ -166,7 +166,7 @@ def test_a_warm_start_of_another_size_is_refused_by_dimension(family: str, tmp_p
     policy, _ = build(family)
     policy.save_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
     section = {"pi0": "pi", "pi05": "pi", "openvla": "architecture", "openvla_oft": "architecture"}.get(family, family)
-    part = "vision" if family in ("gr00t_n1_6", "gr00t_n1_7") else "siglip"
+    part = "vision" if family == "gr00t_n1_7" else "siglip"
     wider = {**TINY[section], part: {**SIGLIP, "mlp_dim": 40}}
     with raises_code("warm-start-size", CheckpointError, f"{part}.mlp_dim", 24, 40, f"model.{section}"):
         build(family, warm_start=str(tmp_path / "saved"), **{section: wider})

@@ -40,7 +40,7 @@ def normalised(family: str, values: np.ndarray) -> np.ndarray:
     low, high = np.percentile(wide, 1, axis=0), np.percentile(wide, 99, axis=0)
     eps = 1e-6 if family == "pi05" else 0.0
     scaled = 2 * (wide - low) / (high - low + eps) - 1
-    return scaled.clip(-1, 1) if family in ("gr00t_n1_6", "gr00t_n1_7") else scaled
+    return scaled.clip(-1, 1) if family == "gr00t_n1_7" else scaled
 
 
 @pytest.mark.parametrize("family", FLOW_FAMILIES)

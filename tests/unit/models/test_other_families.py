@@ -49,7 +49,6 @@ def test_an_openvla_is_a_start_for_oft(exports: dict[str, Path]):
     [
         ({"model_type": "openvla"}, ("openvla", "openvla_oft")),
         ({"model_type": "gr00t_n1_5", "action_dim": 32, "action_horizon": 16}, ("gr00t",)),
-        ({"model_type": "Gr00tN1d6", "action_horizon": 50}, ("gr00t_n1_6",)),
         ({"model_type": "Gr00tN1d7", "action_horizon": 40}, ("gr00t_n1_7",)),
         ({"type": "pi05"}, ("pi05",)),
         ({"type": "pi0_fast", "input_features": {}}, ("pi0_fast",)),

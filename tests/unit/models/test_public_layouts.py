@@ -31,8 +31,8 @@ from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
 from embodrl.models.gr00t.config import Gr00tConfig
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
-from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.openpi.config import PUBLIC as PI
 from embodrl.models.openvla.config import OpenVLAConfig
@@ -501,28 +501,3 @@ def test_gr00t_n1_7_of_libero(stored: str, tmp_path: Path):
     with raises_code("checkpoint-family") as refused:
         load("gr00t", tmp_path)
     assert refused.value.hint == "set model.model_type=gr00t_n1_7"
-
-
-@functools.cache
-def gr00t_n1_6_shapes() -> Shapes:
-    with torch.device("meta"):
-        return shapes_of(Gr00tN16Model(Gr00tN16Config.public(7)))
-
-
-def test_gr00t_n1_6_of_libero(tmp_path: Path):
-    write_shards(tmp_path, {**gr00t_n1_6_shapes(), "action_head.mask_token": (1, 1, 1536)})
-    config = {name: value for name, value in GR00T_N1_7.items() if name != "vl_self_attention_cfg"}
-    config |= {"model_type": "Gr00tN1d6", "model_name": "nvidia/Eagle-Block2A-2B-v2", "action_horizon": 50}
-    write_json(tmp_path / "config.json", {**config, "max_state_dim": 128, "max_action_dim": 128})
-    kwargs = {**PROCESSOR["processor_kwargs"]}
-    kwargs["modality_configs"] = {"libero_panda": kwargs["modality_configs"]["libero_sim"]}
-    write_json(tmp_path / "processor_config.json", {**PROCESSOR, "processor_kwargs": kwargs})
-    write_json(tmp_path / "statistics.json", {"libero_panda": STATISTICS["libero_sim"]})
-    with raises_code("tokenizer-mismatch"):
-        load("gr00t_n1_6", tmp_path, num_action_chunks=8)
-    tiny_chat_tokenizer().save(tmp_path)
-    policy, report = load("gr00t_n1_6", tmp_path, num_action_chunks=8, gripper="libero")
-    assert num_parameters(policy) == 3_286_608_832
-    assert (policy.embodiment, policy.horizon, policy.action_horizon) == (2, 50, 16)
-    assert policy.processor.num_patches == 81 and "to 252" in report.conventions["images"]
-    assert list(report.ignored) == ["action_head.mask_token"]

@@ -14,7 +14,6 @@ import torch
 from expect import raises_code
 from safetensors import safe_open
 from test_public_layouts import (
-    gr00t_n1_6_shapes,
     gr00t_n1_7_shapes,
     gr00t_shapes,
     openvla_shapes,
@@ -38,7 +37,7 @@ from embodrl.types import Observation, SamplingParams
 
 OFFERED = families()
 PARAMETERS = {"openvla": 7_541_237_184, "openvla_oft": 7_541_237_184}
-PARAMETERS |= {"gr00t_n1_6": 3_286_608_832, "gr00t_n1_7": 3_144_016_000}
+PARAMETERS |= {"gr00t_n1_7": 3_144_016_000}
 PARAMETERS |= {"pi0": 3_238_048_528, "pi05": 3_353_433_872, "gr00t": 2_724_163_520, "smolvla": 402_737_376}
 PARAMETERS |= {"pi0_fast": 2_923_335_408}
 
@@ -90,7 +89,6 @@ def test_public_names_and_shapes(family: str, tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"type": "smolvla", "chunk_size": 50})
     wanted = {
         "gr00t": gr00t_shapes,
-        "gr00t_n1_6": gr00t_n1_6_shapes,
         "gr00t_n1_7": gr00t_n1_7_shapes,
         "smolvla": lambda: smolvla_shapes(tmp_path / "config.json"),
         **{name: functools.partial(pi_shapes, name) for name in ("pi0", "pi05")},

@@ -89,11 +89,10 @@ def test_all_problems_come_in_one_report() -> None:
         ("alone", "its output is not used"),
         ("odd", "its output is not used"),
         ("", "no node has the role 'train'"),
-        ("", "no node has the role 'rollout'"),
         ("", "no node has the role 'sync'"),
     ]  # fmt: skip
     assert found[2][1].startswith("unknown role 'rewards'; known: rollout, ")
-    with raises_code("pipeline-cycle", PipelineError, "'bad'", 11):
+    with raises_code("pipeline-cycle", PipelineError, "'bad'", 10):
         pipeline.build()
 
 
@@ -232,7 +231,6 @@ def test_one_node_trains_and_not_twice() -> None:
     nothing = Pipeline("test").add_node("end", anything, role="sink")
     assert [p.message for p in problems_of(nothing)] == [
         "no node has the role 'train'",
-        "no node has the role 'rollout'",
         "no node has the role 'sync'",
     ]
 

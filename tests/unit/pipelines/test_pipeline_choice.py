@@ -129,12 +129,12 @@ def test_an_off_policy_loss_stores_before_it_trains() -> None:
         config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:off_policy")
 
 
-def test_an_offline_loss_has_a_dataset_in_place_of_rollouts() -> None:
+def test_an_offline_loss_needs_no_rollouts() -> None:
     graph = build_graph(config_of("algorithm=iql"))
-    assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in ("dataset", "train", "sync")]
-    with raises_code("pipeline-role-needed", ConfigError, "dataset"):
+    assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in ("train", "sync")]
+    with raises_code("pipeline-role-unused", ConfigError, "rollout"):
         config_of("algorithm=iql", "pipeline.fn=embodrl.pipelines.builtin:on_policy")
-    with raises_code("pipeline-role-unused", ConfigError, "dataset"):
+    with raises_code("pipeline-role-needed", ConfigError, "rollout"):
         config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:offline")
 
 

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "embodrl/config/isolated.py": OF_PACKAGE,
     "embodrl/config/presets.py": "presets of embodrl and of packages that the user has named",
     "embodrl/envs/libero/suites.py": OF_PACKAGE,
+    "embodrl/tools/explain/codes.py": OF_PACKAGE,
     "embodrl/serving/api.py": OF_PACKAGE,
     "embodrl/preflight/isolated.py": OF_PACKAGE,
     "embodrl/config/trust.py": "makes the user's secret as a new file",
@@ -47,7 +48,6 @@ ELSEWHERE = {
     "embodrl/envs/real_time/devices.py": "a device that a person holds",
     "embodrl/envs/mesh_cache.py": "the user's own cache",
     "embodrl/hub.py": "files that the hub's library has just fetched",
-    "embodrl/tools/bench/ratios.py": "a history that the user names",
     "embodrl/envs/libero/init_states.py": "files of the installed LIBERO, whose checksums are known",
     "embodrl/scheduler/launchers/ray/launcher.py": "logs of Ray's own",
     "embodrl/tools/converters/libero_hdf5.py": "a file that the user names, to the only library that reads it",
@@ -69,7 +69,7 @@ def test_files_of_others_are_opened_by_the_door() -> None:
 
 def test_what_opens_a_file_is_found() -> None:
     text = "Path(a).read_text(); open(b); c.open('rb'); d.open(); zlib.decompress(e); load_file(f); json.load(g)"
-    guarded = "open(a, 'ab', opener=open_descriptor); door.open(host, port); json.loads(text); image.open(stream)"
+    guarded = "open(a, 'ab', opener=open_descriptor); limiter.open(host, port); json.loads(text); image.open(stream)"
     assert len(list(_calls(ast.parse(text)))) == 7 and not list(_calls(ast.parse(guarded)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ def test_classes_that_want_to_be_two_and_packed_assignments_are_refused() -> Non
     source = (
         f"class Wide:\n    def __init__(self, {arguments}):\n        self.a = a0\n        self.b, self.c = a1, a2\n"
     )
-    [problem] = problems_of("a.py", source, {})
+    [problem] = problems_of("a.py", ast.parse(source), {})
     assert problem.startswith("a.py:1: class Wide")
-    assert list(problems_of("a.py", source, {"a.py:Wide": shape(arguments=7)})) == []
-    assert len(list(problems_of("a.py", "a, b, c = 1, 2, 3\n", {}))) == 1
-    assert list(problems_of("a.py", "a, b = 1, 2\na, b, c = values()\n", {})) == []
+    assert list(problems_of("a.py", ast.parse(source), {"a.py:Wide": shape(arguments=7)})) == []
+    assert len(list(problems_of("a.py", ast.parse("a, b, c = 1, 2, 3"), {}))) == 1
+    assert list(problems_of("a.py", ast.parse("a, b = 1, 2\na, b, c = values()"), {})) == []
     assert list(stale({"a.py:Wide": shape(1, 3, 7)}, {"a.py:Wide": shape(arguments=7)})) == []
     assert len(list(stale({"a.py:Wide": shape(1, 3, 7)}, {"a.py:Wide": shape(arguments=8)}))) == 1
     assert len(list(stale({}, {"a.py:Wide": shape(arguments=8)}))) == 1
@@ -50,14 +51,10 @@ def test_classes_that_want_to_be_two_and_packed_assignments_are_refused() -> Non
         ("see " + "/wo" + "rk/file", True),
         ("the docs/wo" + "rk/ folder", False),
         ("index at https://py" + "pi.example", True),
-        ("# TO" + "DO later", True),
-        ("it is start" + "ed an" + "ew", True),
-        ("the data" + " set", True),
-        ("the run continues on a GPU", False),
         ("a plain line", False),
     ],
 )
-def test_text_tied_to_a_machine_and_odd_wording_are_refused(line: str, refused: bool) -> None:
+def test_text_tied_to_a_machine_is_refused(line: str, refused: bool) -> None:
     problems = load("check_text.py")["problems_of"]("a.md", "first\n" + line)
     assert len(problems) == (1 if refused else 0)
     assert all(problem.startswith("a.md:2: ") for problem in problems)

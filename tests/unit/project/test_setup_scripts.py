@@ -140,6 +140,7 @@ def test_make_targets() -> None:
     spread = "-m pytest -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart 0"
     assert f'{spread} -m "not long" -k registry' in dry_run("test", "ARGS=-k registry", "CORES=4")
     assert '-m "not long" tests/unit tests/parity' in dry_run("test-fast")
+    assert "--cov --cov-report=term:skip-covered tests/unit tests/parity" in dry_run("coverage")
     everything = dry_run("test-all", "CORES=4")
     assert spread in everything and "-m " not in everything.partition(spread)[2]
     assert "EMBODRL_TESTS_COLD=1" in everything, "as users start them"
@@ -148,7 +149,6 @@ def test_make_targets() -> None:
     bare = dry_run("test-gpu", "EMBODRL_PYTHON=python3")
     assert "python3 -m pytest -n 0 -m gpu tests/" in bare and "scripts/setup.sh" not in bare
     assert "scripts/setup.sh" in dry_run("test")
-    assert "scripts/make_warm_start.sh" in dry_run("warm-start")
     clean = dry_run("clean")
     assert ".venv" in clean and "outputs" not in clean
 
@@ -175,8 +175,13 @@ def test_scripts_are_executable_and_parse() -> None:
 def test_ci_reports_every_failure(tmp_path: Path, failing: str, status: int) -> None:
     body = f'[ "$1" = test ] && echo "3 passed in 0.12s" && echo chatter\n[ "$1" != {failing} ]'
     fake(tmp_path / "bin", "make", body)
+    fake(tmp_path / "scripts", "build_wheel.sh", f"[ {failing} != wheel ]")
+    (tmp_path / ".venv").mkdir()
+    fake(tmp_path / ".venv" / "bin", "python", "exit 0")
+    (tmp_path / ".ci").mkdir()
+    script = shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     variables = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    done = subprocess.run([str(ROOT / ".ci" / "run")], env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run([script], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     if failing == "setup":
         assert done.stdout == ""

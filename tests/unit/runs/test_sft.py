@@ -24,8 +24,9 @@ from embodrl.data.demos import Demos
 from embodrl.data.imitation import DatasetBatches, FrameBatches, check_demos, hold_out, shift_images
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.learners.imitation import HeldOut, engine_config, learning_rate
+from embodrl.learners.imitation_update import ImitationUpdate
 from embodrl.runs import sft as verb
 from embodrl.runs.sft import sft
 from embodrl.specs import LOSSES
@@ -179,6 +180,7 @@ def test_a_step_is_adamw_on_the_weighted_loss_and_leaves_the_value_head_alone():
     settings = OptimConfig(lr=0.01, weight_decay=0.1)
     actor = ActorConfig(precision="fp32", micro_batch_size=2, global_batch_size=6, optim=settings)
     engine = NativeTrainEngine(policy, EngineOptions(actor, 10), "cpu")
+    update = ImitationUpdate(engine, Config())
     generator = torch.Generator().manual_seed(3)
     parameters = [p for name, part in twin.parts().items() if name != "value_head" for p in part.parameters()]
     groups = [
@@ -192,7 +194,8 @@ def test_a_step_is_adamw_on_the_weighted_loss_and_leaves_the_value_head_alone():
             "tokens": torch.randint(7, (6, 2, 3), generator=generator),
             "action_mask": torch.rand(6, 2, generator=generator) < 0.7,
         }
-        metrics = engine.imitate(Batch(inputs), 0.01, 0.0)
+        metrics = update.step(Batch(inputs), 0.01, 0.0)
+        update.complete()
         loss, _ = twin.sft_loss(inputs)  # of the whole batch at once
         adamw.zero_grad()
         loss.backward()

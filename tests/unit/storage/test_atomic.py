@@ -141,7 +141,7 @@ def test_a_directory_that_reads_back_differently_is_withdrawn(tmp_path: Path) ->
         (122, "quota"),
         (30, "read-only"),
         (13, "permission"),
-        (5, "faults"),
+        (5, "I/O errors"),
         (2, "no new files"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 from expect import raises_code
 
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.training.engine_state import HAS_MOMENTS, StateShapes, check_fit
+from embodrl.hybrid_engines.training.state_shapes import HAS_MOMENTS, StateShapes, check_fit
 from embodrl.storage.checkpoint import CheckpointManager, open_checkpoint
 from embodrl.trainer import files
 from embodrl.trainer.settings import last_settings, write_settings

@@ -11,7 +11,7 @@ from expect import raises_code
 from embodrl.config import LoadedConfig, load_config
 from embodrl.errors import OutputError, WorkerDied, WorkerRaised
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.trainer.session import RunSession, TrainersLostError, lost_trainers, run_tries
+from embodrl.trainer.session import RunSession, TrainersLostError, lost_trainers, run_with_restarts
 from embodrl.trainer.settings import write_settings
 
 
@@ -37,7 +37,7 @@ def restarted(
         return execute(session.checkpoint, session.old_settings is not None)
 
     lock: Any = SimpleNamespace(check=check)
-    return run_tries(loaded, run_dir, lock, work)
+    return run_with_restarts(loaded, run_dir, lock, work)
 
 
 def config(max_restarts: int) -> LoadedConfig:

@@ -23,5 +23,5 @@ def test_a_run_that_has_lost_its_directory_saves_nothing(tmp_path: Path) -> None
     lock: Any = SimpleNamespace(check=check)
     session = RunSession(load_config(["env=toy"]), tmp_path, lock, StopSignal(), None, None)
     with pytest.raises(OutputError):
-        Saver(session, ScriptedLearner([], []), has_reference=False).save(1, {}, bytearray())
+        Saver(session, ScriptedLearner([], [])).save(1, {}, bytearray())
     assert not list(tmp_path.iterdir())

@@ -13,6 +13,7 @@ from test_rewards import judged_batch
 from test_rollout import KnownPolicy, config_of, worker_of
 from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
+from updates import proximal, reference_logprobs, update
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.decoupled import set_proximal
@@ -21,7 +22,7 @@ from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.workers.dynamic_sampling import sample_mixed_groups
 from embodrl.workers.reward import RewardWorker
 
@@ -136,12 +137,12 @@ def trained(changes: dict[str, Any]) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         batch = recorded_batch()
-        if engine.reference is not None:
-            batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
+        if engine.state.reference is not None:
+            batch.ref_logprobs = reference_logprobs(engine, batch, algorithm)
         all_of_them = algorithm.recompute_logprobs is True
         if algorithm.decoupled.needs_proximal or all_of_them:  # of version 0, and in the second update stale
-            set_proximal(batch, *engine.proximal(batch, algorithm, all_of_them))
-        engine.update(batch, compute_advantages(batch, algorithm), algorithm, generator)
+            set_proximal(batch, *proximal(engine, batch, algorithm, all_of_them))
+        update(engine, batch, compute_advantages(batch, algorithm), algorithm, generator)
     return torch.cat([tensor.flatten() for _, tensor in engine.weights()])
 
 

@@ -17,7 +17,7 @@ from embodrl.config.identity import changes, record_of
 from embodrl.errors import CheckpointError, EnvError
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.async_collector import AsyncCollector, make_runners, shard_settings
-from embodrl.workers.collector import RolloutState
+from embodrl.workers.collector import EpisodeSchedule, RolloutState
 
 CHUNKS = 4
 TIMEOUT_S = 60
@@ -56,9 +56,9 @@ class Parts:
         if stop:
             self.stop.set()
         engine: Any = self.policy
-        players = make_runners(self.config, self.pool, engine, False)
-        sizes = self.pool.spec.num_envs, len(self.pool.spec.tasks)
-        self.worker = AsyncCollector(self.config, *sizes, players, engine, self.stop.is_set)
+        runners = make_runners(self.config, self.pool, engine)
+        schedule = EpisodeSchedule(self.config, self.pool.spec.num_envs, len(self.pool.spec.tasks))
+        self.worker = AsyncCollector(self.config, schedule, runners, engine, self.stop.is_set)
 
     def began(self) -> list[list[int]]:
         """Return the seeds of the shards that have begun, in the order of the stages."""
@@ -281,7 +281,7 @@ def test_an_interrupted_update_gives_back_what_it_had(started: Any) -> None:
 def test_others_may_use_the_environments_once_rollouts_under_way_are_done(started: Any) -> None:
     parts = started("runner.max_staleness=2", "runner.max_iterations=9")
     parts.worker.gather(0)
-    with parts.worker.quiet():
+    with parts.worker.paused():
         assert not parts.worker.gate.running
         begun = len(parts.began())
         parts.worker.update_weights([], 1)
@@ -299,7 +299,7 @@ def test_a_failure_of_a_stage_reaches_the_trainer(started: Any) -> None:
     parts.pool.parts[0].reset = fail
     with raises_code("env", EnvError, "given up"):
         parts.worker.gather(0)
-    with raises_code("env", EnvError, "given up"), parts.worker.quiet():
+    with raises_code("env", EnvError, "given up"), parts.worker.paused():
         pass
 
 

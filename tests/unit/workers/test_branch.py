@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from echo_env import EchoVectorEnv
 from expect import raises_code
 
 from embodrl.algorithms.advantages import compute_advantages
@@ -15,7 +16,6 @@ from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError
-from embodrl.tools.bench.echo_env import EchoVectorEnv
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.env import check_environments
@@ -129,7 +129,7 @@ class Counter:
 
 def play(config: Config, points: list[int], env: Adder) -> tuple[Any, int, Counter]:
     policy = Counter()
-    stage: Any = LockstepRunner(config, env, policy, slice(0, NUM_ENVS), False)  # pyright: ignore[reportArgumentType]
+    stage: Any = LockstepRunner(config, env, policy, slice(0, NUM_ENVS))  # pyright: ignore[reportArgumentType]
     stage.begin(SEEDS, TASKS)
     num_steps = stage.branch(np.array(points), lambda: False)
     take_turns([stage.play])
@@ -162,7 +162,7 @@ def test_a_leader_that_ends_early_branches_before_its_last_chunk(
     ends: tuple[int, int] | None, lost: bool, begins: float, chunks: int
 ) -> None:
     env = Adder(ends, lost)
-    stage: Any = LockstepRunner(config_of(), env, Counter(), slice(0, NUM_ENVS), False)  # pyright: ignore[reportArgumentType]
+    stage: Any = LockstepRunner(config_of(), env, Counter(), slice(0, NUM_ENVS))  # pyright: ignore[reportArgumentType]
     stage.begin(SEEDS, TASKS)
     assert stage.branch(np.array([0, 0, LIMIT, LIMIT]), lambda: False) == chunks * CHUNK
     assert env.total.tolist() == [0, 0, begins, begins], "the leader adds 1, 2, 3 and 4"

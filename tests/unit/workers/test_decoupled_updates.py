@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import updates
 from expect import raises_code
 from test_algorithm_keys import recorded_batch, settings_of
 from torch import Tensor
@@ -22,7 +23,7 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.types import SamplingParams
 
 PRESETS = ("ppo", "grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cpgd", "srpo")
@@ -41,16 +42,16 @@ def engine_of(policy: ToyPolicy | None = None, version: int = 0, **changes: Any)
         **({"global_batch_size": 10, "micro_batch_size": 5, "precision": "fp32"} | changes), optim=optim
     )
     engine = NativeTrainEngine(policy or ToyPolicy(), EngineOptions(config, 10, True, may_be_stale=stale), "cpu")
-    engine.version = version
+    engine.state.version = version
     return engine
 
 
 def update(engine: NativeTrainEngine, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    batch.ref_logprobs = engine.reference_logprobs(batch, algorithm)
+    batch.ref_logprobs = updates.reference_logprobs(engine, batch, algorithm)
     if algorithm.decoupled.needs_proximal:
-        set_proximal(batch, *engine.proximal(batch, algorithm))
+        set_proximal(batch, *updates.proximal(engine, batch, algorithm))
     advantages = compute_advantages(batch, algorithm)
-    return engine.update(batch, advantages, algorithm, torch.Generator().manual_seed(0))
+    return updates.update(engine, batch, advantages, algorithm, torch.Generator().manual_seed(0))
 
 
 def weights_of(engine: NativeTrainEngine) -> Tensor:
@@ -109,7 +110,7 @@ def test_without_staleness_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) 
     engine, batch = engine_of(version=3), recorded_batch()
     batch.policy_version[:] = 3
     monkeypatch.setattr(engine.policy, "evaluate_actions", lambda *_args, **_rest: pytest.fail("a forward pass"))
-    prox, values = engine.proximal(batch, algorithm_of({}, enabled=True))
+    prox, values = updates.proximal(engine, batch, algorithm_of({}, enabled=True))
     assert torch.equal(prox, batch.logprobs) and prox.data_ptr() != batch.logprobs.data_ptr()
     assert values is not None and torch.equal(values, batch["values"])
 
@@ -120,7 +121,7 @@ def test_only_stale_chunks_are_recomputed() -> None:
     batch.policy_version[0], batch.policy_version[4] = 2, 0
     algorithm = algorithm_of({}, enabled=True)
     before = batch.logprobs.clone()
-    prox, values = engine.proximal(batch, algorithm)
+    prox, values = updates.proximal(engine, batch, algorithm)
     inputs = {name: column.flatten(0, 1) for name, column in batch.forward_inputs.items()}
     with torch.no_grad():
         present = engine.policy.evaluate_actions(inputs, SamplingParams(1.0))
@@ -136,13 +137,15 @@ def test_in_the_critic_s_warm_up_only_values_are_recomputed() -> None:
     engine, batch = engine_of(version=2, warmup=2), recorded_batch()
     batch.policy_version[:] = 1
     batch["values"] -= 10
-    prox, values = engine.proximal(batch, algorithm_of({}, enabled=True))
+    prox, values = updates.proximal(engine, batch, algorithm_of({}, enabled=True))
     assert values is not None
     assert torch.equal(prox, batch.logprobs), "the policy has not changed since, not even by a bit"
     live = batch.valid.any(-1)
     assert not torch.isclose(values[live], batch["values"][live]).any()
     assert (
-        engine.proximal(batch, algorithm_of({"adv_type": "reinforce_pp", "loss_type": "actor"}, enabled=True))[1]
+        updates.proximal(engine, batch, algorithm_of({"adv_type": "reinforce_pp", "loss_type": "actor"}, enabled=True))[
+            1
+        ]
         is None
     )
 
@@ -195,7 +198,7 @@ def test_what_precedes_a_lost_chunk_is_bootstrapped_from_the_present_critic() ->
     expected = batch["values"].clone()  # the toy policy's own
     batch["values"] -= 10
     algorithm = algorithm_of({"gamma": 1.0, "gae_lambda": 0.0, "normalize_advantages": False}, enabled=True)
-    set_proximal(batch, *engine.proximal(batch, algorithm))
+    set_proximal(batch, *updates.proximal(engine, batch, algorithm))
     torch.testing.assert_close(batch["values"], expected)
     found = compute_advantages(batch, algorithm).advantages[2, 0, 0]
     torch.testing.assert_close(found, batch.rewards[2, 0].sum() + expected[3, 0, 0] - expected[2, 0, 0])
@@ -379,14 +382,18 @@ def test_what_is_missing_or_impossible_is_reported() -> None:
     algorithm = algorithm_of({}, enabled=True)
     advantages = compute_advantages(batch, algorithm)
     with raises_code("prox-logprobs-missing") as caught:
-        engine.update(batch, advantages, algorithm, torch.Generator())
-    assert "engine.proximal" in caught.value.hint
+        updates.update(engine, batch, advantages, algorithm, torch.Generator())
+    assert "set_proximal" in caught.value.hint
     with raises_code("prox-partial-episodes"):
-        engine.update(
-            batch, advantages, algorithm_of({}, enabled=True, prox="loglinear", level="episode"), torch.Generator()
+        updates.update(
+            engine,
+            batch,
+            advantages,
+            algorithm_of({}, enabled=True, prox="loglinear", level="episode"),
+            torch.Generator(),
         )
     batch.policy_version[0, 0] = 4
     with raises_code("chunk-version", EmbodrlError, "4", "3"):
-        engine.proximal(batch, algorithm)
+        updates.proximal(engine, batch, algorithm)
     with raises_code("chunk-version", EmbodrlError, "4", "3"):
-        engine.update(batch, advantages, algorithm_of({}), torch.Generator())
+        updates.update(engine, batch, advantages, algorithm_of({}), torch.Generator())

@@ -56,9 +56,7 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_it_starts(
     policy.check_memory(bf16.config, bf16.deployment, training=False)
 
 
-@pytest.mark.parametrize(
-    "model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t", "gr00t_n1_6", "gr00t_n1_7", "smolvla"]
-)
+@pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t", "gr00t_n1_7", "smolvla"])
 def test_tiny_sizes_fit_anywhere(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     check(monkeypatch, 0.25, f"model={model}")
 

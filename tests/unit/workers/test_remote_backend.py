@@ -40,7 +40,7 @@ class Processes:
     def remember(self, random: Any) -> None:
         self.random.append(random)
 
-    def taken(self, answer: Any) -> TrajectoryBatch:
+    def accept_batch(self, answer: Any) -> TrajectoryBatch:
         return answer["batch"]
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:

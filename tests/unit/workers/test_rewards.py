@@ -34,7 +34,9 @@ from embodrl.config import load_config
 from embodrl.config.schema import RewardConfig, SrpoConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, RewardError
-from embodrl.workers.reward import Episode, RewardCalls, RewardWorker
+from embodrl.workers.episode import Episode
+from embodrl.workers.recorders import NOT_JUDGED
+from embodrl.workers.reward import RewardCalls, RewardWorker
 
 NUM_STEPS, NUM_ENVS, CHUNK = 6, 6, 2
 calls: list[Episode] = []
@@ -376,7 +378,7 @@ def test_a_second_attempt_at_the_rewards_calls_again_for_what_failed() -> None:
 def test_nothing_is_changed_unless_asked_for() -> None:
     batch = judged_batch(0)
     worker = worker_of()
-    assert worker.apply(batch) == {} and not worker.needs_frames
+    assert worker.apply(batch) == {} and worker.judging == NOT_JUDGED
     assert torch.equal(batch.rewards, judged_batch(0).rewards)
 
 

@@ -14,6 +14,7 @@ from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.lockstep import EpisodeStats
+from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import RewardWorker
 
 CHUNK = 4
@@ -196,14 +197,14 @@ def test_episodes_are_judged_as_they_end_as_they_would_be_in_the_end(overrides, 
     """Of each environment: solved, out of time, lost to a fault (its chunk, and row), and cut off by the end."""
     config = config_of(*overrides)
     worker, _ = worker_of(config, KnownPolicy(0.4), faults=faults)
-    worker.keep_frames, judged, moments = True, [], []
+    judged, moments = [], []
 
     def judge(episode):
         moments.append(len(worker.engine.seen))
         judged.append(episode)
         return len(judged) - 1
 
-    worker.judge = judge
+    worker.judging = Judging(True, judge)
     batch, _ = worker.gather(0)
     rewards = RewardWorker(config_of("reward.fn='math:isfinite'"), tuple(config.env.tasks))
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)

@@ -12,6 +12,7 @@ from test_rollout import CHUNK, KnownPolicy, config_of, worker_of
 
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.workers.dynamic_sampling import group_success_rates, sample_mixed_groups
+from embodrl.workers.recorders import Judging
 
 # Success of the groups of two that HalfExpert plays: both, one, none, one.
 FOUR_GROUPS = (
@@ -91,7 +92,7 @@ def test_groups_have_numbers_of_their_own(stages: int) -> None:
 def test_frames_show_what_a_chunk_led_to(auto_reset: str) -> None:
     config = config_of(f"env.train.auto_reset={auto_reset}", "env.max_episode_steps=16", "env.train.total_num_envs=8")
     worker, _ = worker_of(config, KnownPolicy(0.5))
-    worker.keep_frames = True
+    worker.judging = Judging(keep_frames=True)
     batch, _ = worker.gather(0)
     assert batch.frames is not None and batch.frames.dtype == torch.uint8
     # the same episodes once more, by hand

@@ -12,6 +12,7 @@ from test_rewards import judged_batch
 from test_rollout import config_of, worker_of
 from torch import Tensor
 from toy_policy import ToyPolicy
+from updates import update
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config import load_config
@@ -19,8 +20,9 @@ from embodrl.config.check import schema_keys
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, EnvTrainConfig, OptimConfig, RewardConfig
 from embodrl.errors import RewardError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.workers.reward import Episode, RewardWorker
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.workers.episode import Episode
+from embodrl.workers.reward import RewardWorker
 
 OPTIM = {
     "lr": Change(3e-3),
@@ -70,7 +72,7 @@ def trained(changes: dict[str, Any]) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         batch = recorded_batch()
-        engine.update(batch, compute_advantages(batch, algorithm), algorithm, generator)
+        update(engine, batch, compute_advantages(batch, algorithm), algorithm, generator)
     return torch.cat([tensor.flatten() for _, tensor in engine.weights()])
 
 

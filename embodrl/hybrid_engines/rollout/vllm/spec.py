@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import PositiveInt, Section
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import MODELS, EngineSpec
 
 BACKEND = "rollout.backend"
@@ -27,7 +28,7 @@ class VllmConfig(Section):
     )
 
 
-@RULES.rule(BACKEND, here=True)
+@RULES.rule(BACKEND, machine_specific=True)
 def vllm_is_installed(context: Context) -> Iterator[Finding]:
     """vLLM is an extra, and runs on Linux."""
     if sys.platform != "linux":

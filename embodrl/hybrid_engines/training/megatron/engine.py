@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,78 +12,115 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.config.schema import Config, ModelConfig
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, FLOAT32_BYTES, MASTER, HeldState, StateShapes
 from embodrl.hybrid_engines.training.megatron.core import start
 from embodrl.hybrid_engines.training.megatron.layout import policy_pieces, publish
 from embodrl.hybrid_engines.training.megatron.optimizer import DistributedAdamW
 from embodrl.hybrid_engines.training.megatron.policy import LLAMA, ParallelOpenVLAPolicy
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.hybrid_engines.training.sharding import TP, held, whole
-from embodrl.hybrid_engines.training.shares import SharedTrainEngine
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.hybrid_engines.training.policy_engine import Leaves
+from embodrl.hybrid_engines.training.sharding import DP, TP, held, whole
+from embodrl.hybrid_engines.training.shares import SharedState, SharedTrainEngine
+from embodrl.hybrid_engines.training.side_modules import ADAM_STATE
+from embodrl.hybrid_engines.training.state_shapes import FLOAT32_BYTES, MASTER, StateShapes
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 
 
-class MegatronState(HeldState["MegatronTrainEngine"]):
-    """State by the names of the public layout."""
+class MegatronState(SharedState):
+    """State by the names of the public layout.
+
+    Args:
+        policy: cut over the processes of ``mesh[TP]``.
+        options: what the run asks for.
+        mesh: with the dimensions ``dp`` and ``tp``.
+        distributed: the optimizer's state is shared out over ``dp``.
+    """
+
+    def __init__(
+        self, policy: ParallelOpenVLAPolicy, options: EngineOptions, mesh: DeviceMesh, distributed: bool
+    ) -> None:
+        self.distributed = distributed
+        self.pieces = policy_pieces(policy, LLAMA)
+        self.tensor_mesh = mesh[TP]
+        self.group = mesh.get_group(DP)
+        super().__init__(policy, options, policy.device)
+        self.places = {piece.name: (name, piece) for name, pieces in self.pieces.items() for piece in pieces}
+        self.parameters = dict(policy.named_parameters())
+        self.names = {p: name for name, p in self.parameters.items() if p in self.leaves}
+        if self.zero is not None:
+            self.leaves = self.zero.stretches
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        adamw = super()._build_optimizer()
+        self.zero = DistributedAdamW(self.policy, adamw) if self.distributed else None
+        # Of an optimizer, the update uses what the two have in common.
+        return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
+
+    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return none: megatron-core's distributed optimizer has float32 copies of its own, the stretches."""
+        return {}
+
+    def offloadable(self) -> Iterator[Tensor]:
+        yield from super().offloadable()
+        if self.zero is not None:
+            yield from self.zero.memory()
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        return dict(self.held("reference"))
 
     def kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         in_half = parameter.dtype.itemsize < FLOAT32_BYTES
-        return (*ADAM_STATE, MASTER) if self.engine.zero is not None and in_half else ADAM_STATE
+        return (*ADAM_STATE, MASTER) if self.zero is not None and in_half else ADAM_STATE
 
     def _holders(self, section: str) -> dict[str, Tensor]:
         """Return the parallel tensors of ``policy`` or ``reference``, by their own names."""
         if section == "policy":
-            return {name: t for name, t in self.engine.policy.state_dict().items() if name in self.engine.pieces}
-        if self.engine.reference is None:
+            return {name: t for name, t in self.policy.state_dict().items() if name in self.pieces}
+        if self.reference is None:
             return {}
-        pairs = zip(self.engine.policy_parameters, self.engine.reference, strict=True)
-        return {self.engine.names[parameter]: kept for parameter, kept in pairs}
+        pairs = zip(self.policy_parameters, self.reference, strict=True)
+        return {self.names[parameter]: kept for parameter, kept in pairs}
 
     def _steps(self) -> dict[str, Tensor]:
         """Return how many steps the parameters have taken, without those that took none, by their own names.
 
         A collective call with ``distributed``.
         """
-        taken = torch.zeros(len(self.engine.names), device=self.engine.device)
-        for index, parameter in enumerate(self.engine.names):
-            leaf = self.engine.leaves.get(parameter)
-            if leaf is not None and leaf in self.engine.optimizer.state:
-                taken[index] = self.engine.optimizer.state[leaf]["step"]
-        if self.engine.zero is not None:
-            dist.all_reduce(taken, dist.ReduceOp.MAX, group=self.engine.group)
-        return {name: taken[index].clone() for index, name in enumerate(self.engine.names.values()) if taken[index] > 0}
+        taken = torch.zeros(len(self.names), device=self.device)
+        for index, parameter in enumerate(self.names):
+            leaf = self.leaves.get(parameter)
+            if leaf is not None and leaf in self.optimizer.state:
+                taken[index] = self.optimizer.state[leaf]["step"]
+        if self.zero is not None:
+            dist.all_reduce(taken, dist.ReduceOp.MAX, group=self.group)
+        return {name: taken[index].clone() for index, name in enumerate(self.names.values()) if taken[index] > 0}
 
     def _moment_of(self, parameter: nn.Parameter, key: str) -> Tensor:
         """Return a moment or the float32 copy in the parameter's shape; a collective call with ``distributed``."""
-        leaf = self.engine.leaves.get(parameter)
-        if self.engine.zero is None:
-            return self.engine.optimizer.state[leaf][key]
-        total = torch.zeros(parameter.numel(), device=self.engine.device)
+        if self.zero is None:
+            return self.optimizer.state[self.leaves[parameter]][key]
+        leaf = self.leaves.get(parameter)
+        total = torch.zeros(parameter.numel(), device=self.device)
         if leaf is not None:
-            total[self.engine.zero.span(parameter)] = (
-                leaf.detach() if key == MASTER else self.engine.optimizer.state[leaf][key]
-            )
-        dist.all_reduce(total, group=self.engine.group)
+            total[self.zero.span(parameter)] = leaf.detach() if key == MASTER else self.optimizer.state[leaf][key]
+        dist.all_reduce(total, group=self.group)
         return total.view(parameter.shape)
 
     def held(self, section: str, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what this process holds of a section by public names, one after the other; all by default."""
-        self.engine.onload()
+        self.memory.onload()
         if section != "optimizer":
-            yield from publish(self._holders(section), self.engine.pieces, self.engine.tensor_mesh, wanted)
+            yield from publish(self._holders(section), self.pieces, self.tensor_mesh, wanted)
             return
         steps = self._steps()
-        for parameter, name in self.engine.names.items():
+        for parameter, name in self.names.items():
             if name not in steps:
                 continue
             for key in self.kept_of(parameter):
-                found = [p for p in self.engine.pieces[name] if wanted is None or f"{key}.{p.name}" in wanted]
+                found = [p for p in self.pieces[name] if wanted is None or f"{key}.{p.name}" in wanted]
                 moment = self._moment_of(parameter, key) if found and key != "step" else None
                 for piece in found:
-                    part = (
-                        steps[name] if moment is None else piece.distribute(piece.get(moment), self.engine.tensor_mesh)
-                    )
+                    part = steps[name] if moment is None else piece.distribute(piece.get(moment), self.tensor_mesh)
                     yield f"{key}.{piece.name}", part
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
@@ -91,21 +128,21 @@ class MegatronState(HeldState["MegatronTrainEngine"]):
 
         A collective call with ``distributed``.
         """
-        sections = ("policy", "optimizer", *(["reference"] if self.engine.reference is not None else []))
+        sections = ("policy", "optimizer", *(["reference"] if self.reference is not None else []))
         return {section: dict(self.held(section)) for section in sections}
 
     def inventory(self) -> dict[str, dict[str, int]]:
-        self.engine.onload()
+        self.memory.onload()
         found: dict[str, dict[str, int]] = {"policy": {}, "optimizer": {}}
         for section in ("policy", "reference"):
             for name, holder in self._holders(section).items():
-                for piece in self.engine.pieces[name]:
+                for piece in self.pieces[name]:
                     found.setdefault(section, {})[piece.name] = piece.num_bytes(holder)
         steps = self._steps()
         for name in steps:
-            parameter = self.engine.parameters[name]
-            in_float32 = 1 if self.engine.zero is None else FLOAT32_BYTES // parameter.itemsize
-            for piece in self.engine.pieces[name]:
+            parameter = self.parameters[name]
+            in_float32 = 1 if self.zero is None else FLOAT32_BYTES // parameter.itemsize
+            for piece in self.pieces[name]:
                 found["optimizer"][f"step.{piece.name}"] = steps[name].element_size()
                 for key in self.kept_of(parameter)[1:]:
                     found["optimizer"][f"{key}.{piece.name}"] = in_float32 * piece.num_bytes(parameter)
@@ -122,12 +159,12 @@ class MegatronState(HeldState["MegatronTrainEngine"]):
 
     def shapes(self) -> StateShapes:
         shards = {section: dict(self.held(section)) for section in ("policy", "reference")}
-        trained = {piece.name for name in self.engine.names.values() for piece in self.engine.pieces[name]}
+        trained = {piece.name for name in self.names.values() for piece in self.pieces[name]}
         sizes = {s: {n: tuple(t.shape) for n, t in parts.items()} for s, parts in shards.items()}
         kept = [t for parts in shards.values() for t in parts.values()]
         num_bytes = sum(t.numel() * t.element_size() for t in kept)
         for tensor in (t for name, t in shards["policy"].items() if name in trained):
-            in_half = tensor.itemsize < FLOAT32_BYTES and self.engine.zero is not None
+            in_half = tensor.itemsize < FLOAT32_BYTES and self.zero is not None
             num_bytes += tensor.numel() * (3 * FLOAT32_BYTES if in_half else 2 * tensor.itemsize)
         return StateShapes(
             sizes["policy"],
@@ -139,7 +176,7 @@ class MegatronState(HeldState["MegatronTrainEngine"]):
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             owner = name.partition(".")[2] if section == "optimizer" else name
-            piece = self.engine.places[owner][1]
+            piece = self.places[owner][1]
             self.load_part(section, name, tensor if name.startswith("step.") else piece.cut(tensor))
         self._finish_load(section)
 
@@ -148,7 +185,7 @@ class MegatronState(HeldState["MegatronTrainEngine"]):
         owners = {name: name.partition(".")[2] if section == "optimizer" else name for name in saved}
         like = dict(self.held("policy", set(owners.values())))
         return {
-            name: torch.zeros((), device=self.engine.device)
+            name: torch.zeros((), device=self.device)
             if not tensor.ndim and section == "optimizer"
             else torch.zeros_like(like[owners[name]], dtype=tensor.dtype)
             for name, tensor in saved.items()
@@ -168,45 +205,45 @@ class MegatronState(HeldState["MegatronTrainEngine"]):
             name: public; of a moment with the moment's in front.
             part: see ``layout.Piece.cut``; how many steps were taken is whole.
         """
-        self.engine.onload()
+        self.memory.onload()
         if section == "optimizer":
             key, _, owner = name.partition(".")
-            if key in self.kept_of(self.engine.parameters[self.engine.places[owner][0]]):
-                self._put_moment(key, owner, part.to(self.engine.device))
+            if key in self.kept_of(self.parameters[self.places[owner][0]]):
+                self._put_moment(key, owner, part.to(self.device))
             return
         holders = self._holders(section)
-        own_name, piece = self.engine.places[name]
+        own_name, piece = self.places[name]
         if own_name in holders:
-            piece.put(holders[own_name], part.to(self.engine.device))
+            piece.put(holders[own_name], part.to(self.device))
 
     def _finish_load(self, section: str) -> None:
         """Copy loaded weights to the optimizer; its float32 copies, which come after them, replace these."""
-        if self.engine.zero is not None and section == "policy":
-            self.engine.zero.take_weights()
+        if self.zero is not None and section == "policy":
+            self.zero.take_weights()
 
     def _put_moment(self, key: str, owner: str, part: Tensor) -> None:
-        name, piece = self.engine.places[owner]
-        parameter = self.engine.parameters[name]
-        leaf = self.engine.leaves.get(parameter)
+        name, piece = self.places[owner]
+        parameter = self.parameters[name]
+        leaf = self.leaves.get(parameter)
         if leaf is None:
             return  # another process of the data group has it
-        state = self.engine.optimizer.state[leaf]
+        state = self.optimizer.state[leaf]
         if key == "step":
             state[key] = part.to(torch.float32, copy=True)
             return
         mine = leaf if key == MASTER else state.setdefault(key, torch.zeros_like(leaf))
-        if self.engine.zero is None:
+        if self.zero is None:
             piece.put(mine, part)
             return
-        holder = torch.zeros(parameter.shape, device=self.engine.device)
-        chosen = torch.zeros(parameter.shape, dtype=torch.bool, device=self.engine.device)
+        holder = torch.zeros(parameter.shape, device=self.device)
+        chosen = torch.zeros(parameter.shape, dtype=torch.bool, device=self.device)
         piece.put(holder, part)
         piece.select(chosen).fill_(True)
-        span = self.engine.zero.span(parameter)
+        span = self.zero.span(parameter)
         mine.copy_(torch.where(chosen.flatten()[span], holder.flatten()[span], mine))
 
 
-class MegatronTrainEngine(SharedTrainEngine):
+class MegatronTrainEngine(SharedTrainEngine[MegatronState]):
     """AdamW on this process's part of the language model, and on vision, projector and value head, which all have.
 
     ``megatron.core.start`` comes first. The state has the names and shapes of the public layout, so that a checkpoint
@@ -225,8 +262,6 @@ class MegatronTrainEngine(SharedTrainEngine):
         MissingDependencyError: megatron-core is not installed.
     """
 
-    make_state = MegatronState
-
     def __init__(
         self,
         policy: OpenVLAPolicy,
@@ -236,59 +271,29 @@ class MegatronTrainEngine(SharedTrainEngine):
         distributed_optimizer: bool | None = None,
     ) -> None:
         cuda = policy.device.type == "cuda"
-        self.distributed = cuda if distributed_optimizer is None else distributed_optimizer
-        cut = ParallelOpenVLAPolicy(policy, model)
-        self.pieces = policy_pieces(cut, LLAMA)
-        super().__init__(cut, options, mesh)
-        self.tensor_mesh = mesh[TP]
-        self.places = {piece.name: (name, piece) for name, pieces in self.pieces.items() for piece in pieces}
-        self.parameters = dict(cut.named_parameters())
-        self.names = {p: name for name, p in self.parameters.items() if p in self.leaves}
-        if self.distributed:
-            self.leaves = cast(Any, self.zero).stretches
-
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        adamw = super()._build_optimizer()
-        self.zero = DistributedAdamW(self.policy, adamw) if self.distributed else None
-        # Of an optimizer, the update uses what the two have in common.
-        return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
-
-    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return none: megatron-core's distributed optimizer has float32 copies of its own, the stretches."""
-        return {}
-
-    def offloadable(self) -> Iterator[Tensor]:
-        yield from super().offloadable()
-        if self.zero is not None:
-            yield from self.zero.memory()
+        distributed = cuda if distributed_optimizer is None else distributed_optimizer
+        super().__init__(MegatronState(ParallelOpenVLAPolicy(policy, model), options, mesh, distributed), options, mesh)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def _clip_gradients(self) -> float:
-        if self.zero is not None:
-            self.zero.reduce_gradients()
+    def _collect_policy(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
+        state = self.state
+        if state.zero is not None:
+            state.zero.reduce_gradients()
         elif self.num_shares > 1:
-            for parameter in self.leaves:
+            for parameter in state.leaves:
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad, group=self.group)
-        return self._clip_leaves()
+        return state.leaves
 
     def _num_copies(self, parameter: nn.Parameter) -> int:
-        cut = self.pieces[self.names[parameter]][0].dim is not None
-        return (1 if cut else self.tensor_mesh.size()) * (1 if self.distributed else self.num_shares)
-
-    # -- state, in public names ---------------------------------------------------------------------------------------
-
-    def _held(self, section: str, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        assert isinstance(self.state, MegatronState)
-        return self.state.held(section, wanted)
-
-    def reference_weights(self) -> dict[str, Tensor]:
-        return dict(self._held("reference"))
+        state = self.state
+        cut = state.pieces[state.names[parameter]][0].dim is not None
+        return (1 if cut else state.tensor_mesh.size()) * (1 if state.distributed else self.num_shares)
 
     def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole tensors of the policy by public names: a collective call."""
-        for name, part in self._held("policy", wanted):
+        for name, part in self.state.held("policy", wanted):
             yield name, whole(part)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, divisors
+from embodrl.config.rules.base import Context, divisors
 from embodrl.models.openvla.spec import OpenVlaConfig
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import MODELS, EngineSpec
 
 BACKEND = "actor.training_backend"
@@ -24,14 +25,14 @@ def megatron_can_train(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.model_type",))
 
 
-@RULES.rule(BACKEND, "model.model_type", "model.trainable", "algorithm.loss_type", here=True)
+@RULES.rule(BACKEND, "model.model_type", "model.trainable", "algorithm.loss_type", machine_specific=True)
 def megatron_is_installed(context: Context) -> Iterator[Finding]:
     """The package of the backend megatron is an extra."""
     if has_megatron():
         return
     has_layers = context.family is not None and context.family.tensor_parallel
-    imitates = context.loss.imitates or context.loss.offline
-    if has_layers and context.config.model.trainable != "lora" and not imitates:  # else it is of no use
+    from_records = context.loss.learns_from_records
+    if has_layers and context.config.model.trainable != "lora" and not from_records:  # else it is of no use
         message = "'megatron' needs the package megatron-core, which is not installed"
         hint = "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp"
         yield Finding(BACKEND, message, hint, "native, fsdp")
@@ -93,7 +94,7 @@ ENGINE = EngineSpec(
     rules=(RULES,),
     shards=True,
     trains_adapters=False,
-    imitates=False,
+    every_update=False,
     keeps_masters=False,
     frees_gradients=False,
     training_memory="embodrl.hybrid_engines.training.megatron.memory:process_bytes",

@@ -1,6 +1,6 @@
-"""Workers as Ray actors: several machines, resources reserved for the run, Ray's object store for what is sent.
+"""Workers as Ray actors: several machines, reserved resources, and Ray's object store for messages.
 
-Ray pickles between its own processes; what it gets from here is descriptions and raw memory, as on the other launchers.
+Ray pickles between its own processes; from here it only gets descriptions and raw memory, as the other launchers do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from embodrl.scheduler.launchers.ray.watcher import Watcher
 from embodrl.scheduler.messages import CODEC
 
 RESERVE_TIMEOUT_S = 60.0
-_LOOK_S = 1.0  # between two looks at an actor, or at the machine of one that is not up yet
+_LOOK_S = 1.0  # seconds between checks of an actor, or of the machine of one that is still starting
 _ANSWER_S = 5.0  # of a watcher
 _STACK_DUMP_S = 0.3
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
@@ -42,23 +42,18 @@ Packed = tuple[bytes, Blobs]
 
 
 def import_ray() -> ModuleType:
-    """Return the module ``ray``.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+    """Import ``ray``; raises MissingDependencyError if it is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise MissingDependencyError("the launcher 'ray' needs Ray", "pip install 'embodrl[ray]'")
     return importlib.import_module("ray")
 
 
 def _address() -> str:
-    """Return a ``tcp://HOST:PORT`` of this machine with a free port."""
     return f"tcp://{import_ray().util.get_node_ip_address()}:{free_port()}"
 
 
 class RayHost:
-    """The actor: holds a worker and answers calls; what goes in and out is packed."""
+    """The actor: holds a worker and answers calls; messages are packed."""
 
     def __init__(self, variables: dict[str, str]) -> None:
         os.environ.update(variables)
@@ -68,7 +63,7 @@ class RayHost:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def about(self) -> tuple[int, str, str, int]:
-        """Return process id, address of the machine, where its log files are, and the descriptor of its heartbeat."""
+        """Return process id, machine address, log directory, and the descriptor of the heartbeat."""
         ray = import_ray()
         session = getattr(ray._private.worker._global_node, "get_logs_dir_path", lambda: "")()
         return os.getpid(), ray.util.get_node_ip_address(), str(session), self._heartbeat
@@ -80,32 +75,31 @@ class RayHost:
     def start(
         self, class_path: str, numa_node: int | None, packed: Packed, channels: dict[str, Channel]
     ) -> Packed | None:
-        """Make the worker; returns None, or a packed report of its error."""
+        """Build the worker; returns None, or a packed error report."""
         context, kwargs = CODEC.unpack(*packed)
         try:
             self._host = Host(class_path, context, numa_node, kwargs, channels)
-        except BaseException as error:  # noqa: BLE001 - the driver raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the driver
             return CODEC.pack(describe_error(error, "__init__"))
         return None
 
     def call(self, method: str, packed: Packed) -> tuple[bool, Packed]:
-        """Return whether a method returned, and its result with seconds, or a report of its error; packed."""
+        """Return, packed, whether a method returned, and its result with seconds or an error report."""
         assert self._host is not None
-        # Ray's object store is read-only and shared: a worker owns what it gets.
+        # Ray's object store is read-only and shared, but a worker owns its arguments.
         args, kwargs = CODEC.unpack(*packed)
         try:
             return True, CODEC.pack(self._host.call(method, args, kwargs))
-        except BaseException as error:  # noqa: BLE001 - the driver raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the driver
             return False, CODEC.pack(describe_error(error, method))
 
     def close(self) -> None:
-        """Let the worker free what it holds."""
         if self._host is not None:
             self._host.worker.close()
 
 
 class RayQueue(Protocol):
-    """What a channel uses of ``ray.util.queue.Queue``."""
+    """The part of ``ray.util.queue.Queue`` that a channel uses."""
 
     def put(self, item: Packed, *, timeout: float | None) -> None:
         """Add an item; raises ``Full``."""
@@ -114,16 +108,14 @@ class RayQueue(Protocol):
         """Take an item; raises ``Empty``."""
         ...
 
-    def qsize(self) -> int:
-        """Return the number of items."""
-        ...
+    def qsize(self) -> int: ...
 
     def shutdown(self, force: bool) -> None:
         """End the actor that holds the items."""
 
 
 class RayChannel(Channel):
-    """A channel whose values lie in Ray's object store."""
+    """A channel whose values are in Ray's object store."""
 
     def __init__(self, name: str, capacity: int, queue: RayQueue) -> None:
         super().__init__(name, capacity)
@@ -153,16 +145,10 @@ class RayChannel(Channel):
 
 
 class _RayWorker(Running):
-    """An actor.
+    """A worker in a Ray actor.
 
     Args:
-        ray: the module.
-        actor: of RayHost.
-        job: what it does.
-        context: of the worker.
-        on_death: see ``Launcher.start``.
-        lost: returns the error of a worker whose machine has gone; None while it is there.
-        watcher: actor of Watcher on its machine.
+        lost: returns the error if the worker's machine is lost; else None.
     """
 
     def __init__(
@@ -180,7 +166,7 @@ class _RayWorker(Running):
         self._job = job
         self._on_death = on_death
         self._closing = False
-        self._settled = threading.Event()  # it is up, or will not be
+        self._settled = threading.Event()  # the start has succeeded or failed
         self._over = threading.Event()
         self._given_up = False
         self._dead: WorkerError | None = None
@@ -215,8 +201,10 @@ class _RayWorker(Running):
         self._settled.set()
 
     def _watch(self, lost: Callable[[], WorkerDied | None]) -> None:
-        """Give up an actor whose machine goes before it is up, as Ray would wait for the machine to come back; and
-        one that hangs, which Ray does not notice."""
+        """Give up a hung actor, and one whose machine is lost during the start.
+
+        Ray does not notice the first, and would wait for the machine of the second to return.
+        """
         while not self._settled.wait(_LOOK_S):
             if (died := lost()) is not None:
                 settle(self._started, died)
@@ -230,17 +218,17 @@ class _RayWorker(Running):
                 return
 
     def _ask_watcher(self, method: str, *args: object) -> Any:
-        """Return its answer; None while there is none: Ray brings it up again."""
+        """Return the watcher's result; None while Ray restarts it."""
         try:
             return self._ray.get(getattr(self._watcher, method).remote(*args), timeout=_ANSWER_S)
         except self._ray.exceptions.RayError:
             return None
 
     def give_up(self, reason: str) -> None:
-        if self._about is None:  # not up yet
+        if self._about is None:  # still starting
             self.kill()
             return
-        self._given_up = True  # the stack dump may wake it
+        self._given_up = True  # the stack dump may interrupt what it hangs in
         self._ask_watcher("dump_stack", self._about[0])
         time.sleep(_STACK_DUMP_S)
         self._dead = hung_error(self._job.name, f"{reason}; killed", self._job.rank, self.explain_delay())
@@ -248,10 +236,10 @@ class _RayWorker(Running):
         self._on_death(self._dead)
         for future in (self._started, *tuple(self._pending)):
             settle(future, self._dead)
-        self._ask_watcher("end", self._about[0])  # who is stopped does not hear of ray.kill
+        self._ask_watcher("end", self._about[0])  # a suspended process does not receive ray.kill
 
     def _complete(self, done: Future[Any], future: Future[CallOutcome], starting: bool) -> None:
-        if self._given_up and self._dead is None:  # ``give_up`` settles it
+        if self._given_up and self._dead is None:  # settled by ``give_up``
             return
         error = done.exception()
         if error is not None:
@@ -282,7 +270,7 @@ class _RayWorker(Running):
         return died
 
     def explain_delay(self) -> str:
-        """Return the end of its output where this machine has it; else where it is."""
+        """Return the end of its output if this machine has it, else its location."""
         if self._about is None:
             return ""
         pid, address, logs, _ = self._about
@@ -301,24 +289,23 @@ class _RayWorker(Running):
         self._settled.set()
         self._over.set()
         if self._thread is not threading.current_thread():
-            self._thread.join()  # it asks Ray, which may be shut down next
+            self._thread.join()  # the thread calls Ray, which may be shut down next
         self._ray.kill(self._actor)
 
 
 class RayLauncher(Launcher):
-    """Ray actors. Joins the Ray that runs, or starts one on this machine.
+    """Ray actors. Joins a running Ray cluster, or starts one on this machine.
 
-    Machine 0 of the placement is the node of Ray's that the driver is on, the others follow by their addresses; each
-    is a bundle of one placement group, see ``Reservation``. The processes of a machine share the GPUs of its bundle as
-    the placement says.
+    Machine 0 of the placement is the driver's Ray node, the others follow by address; each is a bundle of one placement
+    group, see ``Reservation``. The processes of a machine share the GPUs of its bundle as the placement says.
 
     Args:
-        places: all that will be launched, so that co-located groups share a reservation; without it, the first group.
-        address: of a Ray cluster; None joins a running one or starts one.
-        timeout_s: seconds that the reservation may take.
-        children: processes that the workers will start, by machine of the placement.
-        limits: when a worker counts as hung.
-        options: of ``ray.init``, e.g. ``num_gpus``.
+        places: all places to launch, so that co-located groups share a reservation; default: the first group's.
+        address: address of a Ray cluster; None joins a running one or starts one.
+        timeout_s: time limit of the reservation, in seconds.
+        children: number of processes that the workers will start, by machine of the placement.
+        limits: times after which a worker counts as hung.
+        options: options of ``ray.init``, e.g. ``num_gpus``.
     """
 
     def __init__(
@@ -337,7 +324,7 @@ class RayLauncher(Launcher):
         self._timeout_s = timeout_s
         self._owned = not self._ray.is_initialized()
         if self._owned:
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else it writes a token to the home directory
+            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token to the home directory
             path = os.pathsep.join([_PACKAGE_ROOT, *(entry for entry in sys.path if entry)])
             self._ray.init(
                 address,
@@ -353,7 +340,7 @@ class RayLauncher(Launcher):
         if places is not None:
             try:
                 self.prepare(places)
-            except BaseException:  # a signal too must not leave actors and a reservation; raised again
+            except BaseException:  # not even a signal may leave actors and a reservation; re-raised
                 self.close()
                 raise
 
@@ -368,12 +355,11 @@ class RayLauncher(Launcher):
         return cls(places, cluster.ray_address, children=simulators, limits=limits)
 
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
-        """Bring up a worker; see ``Launcher.start``.
+        """Start a worker; see ``Launcher.start``.
 
         Raises:
-            WorkerDied: its machine has gone; or it is the first of its group, which the others meet, and did not come
-                up.
-            EmbodrlError: nothing is reserved for it.
+            WorkerDied: its machine is lost, or it is the first of its group, where the others meet, and did not start.
+            EmbodrlError: no resources are reserved for it.
         """
         if self._reservation is None:
             raise EmbodrlError(
@@ -382,7 +368,7 @@ class RayLauncher(Launcher):
         machine = self._reservation.machine(job.place.node)
         if machine is None:
             raise EmbodrlError(
-                f"{job.name} is on machine {job.place.node}, for which nothing is reserved",
+                f"{job.name} is on machine {job.place.node}, which has no reservation",
                 "give RayLauncher the places of all groups",
                 code="ray-resources",
             )
@@ -392,10 +378,10 @@ class RayLauncher(Launcher):
         actor = self._ray.remote(RayHost).options(num_cpus=1, num_gpus=0, scheduling_strategy=where)
         variables = environment(job.place, job.world_size)
         running = actor.remote(variables)
-        if job.rank == 0:  # it is started first; the others meet where it is
+        if job.rank == 0:  # started first, since the others meet at its address
             try:
                 self._meeting[job.rendezvous] = self._ask_address(running, job, machine)
-            except BaseException:  # a signal too must not leave the actor; raised again
+            except BaseException:  # not even a signal may leave the actor behind; re-raised
                 self._ray.kill(running)
                 raise
         meeting = self._meeting.get(job.rendezvous, "")
@@ -404,7 +390,7 @@ class RayLauncher(Launcher):
         return _RayWorker(self._ray, running, job, context, on_death, lambda: self._lost(job, machine), watcher)
 
     def _watcher(self, machine: RayMachine) -> Any:
-        """Return the actor that watches the workers of a machine; the kernel there knows whether one hangs."""
+        """Return the actor that detects hung workers on a machine, where the kernel knows."""
         assert self._reservation is not None
         if machine.rank not in self._watchers:
             options = {"num_cpus": 0, "scheduling_strategy": self._reservation.strategy(machine), "max_restarts": -1}
@@ -412,14 +398,14 @@ class RayLauncher(Launcher):
         return self._watchers[machine.rank]
 
     def _ask_address(self, actor: Any, job: Job, machine: RayMachine) -> str:
-        """Wait for the first of a group, and return where the others meet it."""
+        """Wait for the first worker of a group, and return the address where the others meet it."""
         asked = actor.address.remote()
         deadline = time.monotonic() + self._timeout_s
         while not self._ray.wait([asked], timeout=_LOOK_S)[0]:
             if (died := self._lost(job, machine)) is not None:
                 raise died
             if time.monotonic() > deadline:
-                message = f"{job.name} did not come up on {machine} within {self._timeout_s:g} s"
+                message = f"{job.name} did not start on {machine} within {self._timeout_s:g} s"
                 raise WorkerDied(message, "see `ray status`, and Ray's logs on that machine", job.rank)
         try:
             return self._ray.get(asked)
@@ -432,7 +418,7 @@ class RayLauncher(Launcher):
             return None
         return WorkerDied(
             f"{job.name} can't be started: {machine} has left Ray",
-            "bring the machine back to Ray (`ray start`), or place the run on those that are left, and start it again",
+            "bring the machine back to Ray (`ray start`), or place the run on the remaining machines and restart it",
             job.rank,
         )
 
@@ -441,7 +427,7 @@ class RayLauncher(Launcher):
             self._reservation = Reservation(self._ray, places, self._children, self._timeout_s)
 
     def rendezvous(self, group: str) -> str:
-        return group  # a name for what rank 0 tells once it is up
+        return group  # a placeholder for the address that rank 0 reports once it is up
 
     def address(self) -> str:
         return _address()

@@ -1,4 +1,4 @@
-"""What a run holds of a Ray cluster: which node is which machine of the placement, and what is reserved on each."""
+"""The Ray resources of a run: which node is which machine of the placement, and what is reserved on each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import ModuleType
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError
 
-# How long the CPUs of the processes that workers start may take, before the run continues without them.
+# Time limit for the CPUs of the workers' child processes; then the run continues without them.
 CHILDREN_TIMEOUT_S = 15.0
 _POLL_S = 0.5
-_NODE_ID_LABEL = "ray.io/node-id"  # Ray gives it to each node
+_NODE_ID_LABEL = "ray.io/node-id"  # defined by Ray on each node
 Amounts = dict[str, float]
 
 logger = logging.getLogger(__name__)
@@ -23,13 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RayMachine:
-    """A node of Ray's as a machine of the placement.
+    """A Ray node as a machine of the placement.
 
     Attributes:
-        rank: from 0.
-        node_id: Ray's, in hexadecimal.
-        address: of the node.
-        amounts: CPUs and GPUs that it has, by Ray's names; what it has none of is left out.
+        node_id: Ray's node id, in hexadecimal.
+        amounts: its CPUs and GPUs, by Ray's names; resources it lacks are omitted.
     """
 
     rank: int
@@ -42,11 +40,7 @@ class RayMachine:
 
 
 def find_machines(ray: ModuleType) -> list[RayMachine]:
-    """Return the nodes that are alive: the driver's own is machine 0, the others follow by address, then by id.
-
-    Args:
-        ray: the module, connected.
-    """
+    """Return the live nodes: the driver's is machine 0, the others follow by address, then by id."""
     own = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"], node["NodeID"]))
@@ -57,18 +51,13 @@ def find_machines(ray: ModuleType) -> list[RayMachine]:
 
 
 class Reservation:
-    """A bundle of one placement group on each machine: a CPU a process, and the GPUs that are named.
+    """A bundle of one placement group on each machine: one CPU per process, and the requested GPUs.
 
-    Processes that the workers start have a CPU each as well, as far as their machine has so many, and as they are free.
-
-    Args:
-        ray: the module, connected.
-        places: of all processes.
-        children: processes that the workers will start, by machine.
-        timeout_s: seconds that it may take.
+    Child processes of the workers (``children``, by machine) get a CPU each as well, if their machine has that many and
+    they are free.
 
     Raises:
-        EmbodrlError: Ray does not provide the machines, or the resources needed on them, in time.
+        EmbodrlError: Ray does not provide the machines or resources within ``timeout_s``.
     """
 
     def __init__(
@@ -78,7 +67,7 @@ class Reservation:
         self._group = None
         needs = _needs(places)
         found = self._await_machines(max(needs) + 1, timeout_s)
-        # What a machine lacks altogether will not become free.
+        # A resource that a machine does not have at all will not become free.
         if any(rank >= len(found) or _exceeds(needs[rank], found[rank].amounts) for rank in needs):
             raise self._refusal(needs, found)
         self._machines = {rank: found[rank] for rank in needs}
@@ -101,7 +90,7 @@ class Reservation:
         return self._machines.get(rank)
 
     def is_lost(self, machine: RayMachine) -> bool:
-        """Return whether Ray knows that the node has gone; what is reserved there never comes back."""
+        """Whether Ray reports the node as dead, which loses its reservation for good."""
         return not any(node["NodeID"] == machine.node_id and node["Alive"] for node in self._ray.nodes())
 
     def strategy(self, machine: RayMachine) -> object:
@@ -111,7 +100,6 @@ class Reservation:
         return strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def release(self) -> None:
-        """Give all of it back."""
         if self._group is not None:
             importlib.import_module("ray.util").remove_placement_group(self._group)
         self._group = None
@@ -126,7 +114,7 @@ class Reservation:
         return need | {"CPU": min(need["CPU"] + count, self._machines[rank].amounts["CPU"])}
 
     def _reserve(self, bundles: Mapping[int, Amounts], timeout_s: float) -> bool:
-        # Some versions of Ray pass over the labels under STRICT_PACK, so that even one bundle is spread.
+        # Some versions of Ray ignore the labels under STRICT_PACK, so even one bundle uses SPREAD.
         self._group = importlib.import_module("ray.util").placement_group(
             list(bundles.values()),
             strategy="STRICT_SPREAD",
@@ -146,7 +134,7 @@ class Reservation:
         return EmbodrlError(
             f"Ray lacks resources that {len(needs)} machine(s) need{within}: {_table(needs, found)}."
             f" It has {there}, of which {free} is free in all",
-            "place fewer processes, add machines to Ray, or end what holds its resources",
+            "place fewer processes, add machines to Ray, or free its resources",
             code="ray-resources",
         )
 

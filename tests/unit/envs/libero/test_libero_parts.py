@@ -120,14 +120,14 @@ SHORT = ("env.max_episode_steps=100", "env.eval.num_episodes=50")
 @pytest.mark.parametrize(
     ("arguments", "key", "words"),
     [
-        (["env.suite=libero_spatail"], "env.suite", "no suite 'libero_spatail'"),
+        (["env.suite=libero_spatail"], "env.suite", "unknown suite 'libero_spatail'"),
         (["env.suite=null"], "env.suite", "needs a suite"),
         (["env.tasks=[turn_on_the_stove]"], "env.tasks", "of libero_goal, not of libero_spatial"),
         (["env.tasks=[turn_on_the_stofe]"], "env.tasks", "no task"),
         (["env.reward_mode=dense_delta"], "env.reward_mode", "no dense reward"),
         (["env.libero_assets=/no/such/folder"], "env.libero_assets", "no directory"),
         (["env.cameras=[{name: agentvieuw}]"], "env.cameras.0.name", "no camera"),
-        (["env.cameras=[{name: agentview, fov_rad: 1.0}]"], "env.cameras.0.fov_rad", "scenes put them"),
+        (["env.cameras=[{name: agentview, fov_rad: 1.0}]"], "env.cameras.0.fov_rad", "fixed positions"),
         (["env.init_states=sampled"], "env.init_states", "on or in a fixture"),
         (
             ["env.suite=libero_object", "env.init_states=sampled", "env.fixture_seed=0"],

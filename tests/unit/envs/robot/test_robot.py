@@ -145,7 +145,7 @@ def test_an_emergency_stop_sends_nothing_and_holds_until_it_is_taken_back(said, 
     with caplog.at_level(logging.WARNING):
         step = act(env, RIGHT, RIGHT)
     assert step.terminated.tolist() == [[True, False]] and not step.success[0] and step.reward[0, 0] == 0
-    assert (env.position == before).all() and "stopped" in caplog.text
+    assert (env.position == before).all() and "emergency stop" in caplog.text
     assert env.call("status", {})["stops"] == 1
     reset(env)
     assert clock.time >= 5.0 and said.gone("stop")

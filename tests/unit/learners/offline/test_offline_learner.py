@@ -18,10 +18,10 @@ from embodrl.data.demos import Demos
 from embodrl.data.offline import ChunkOutcomes, OfflineData
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.objective import normalized
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.imitation_update import normalized
 from embodrl.learners.offline.iql import IqlCritics
-from embodrl.learners.offline.learner import OfflineLearner, advantage_instructions
+from embodrl.learners.offline.learner import OfflineUpdater, advantage_instructions
 from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationSpec
 
 S = 8
@@ -62,10 +62,10 @@ def critics_of(config: Config, seed: int = 0) -> IqlCritics:
     return IqlCritics(spec, size, off_policy, optim, torch.device("cpu"), seed)
 
 
-def learner_of(config: Config, data: OfflineData, critics: IqlCritics | None = None) -> OfflineLearner:
+def learner_of(config: Config, data: OfflineData, critics: IqlCritics | None = None) -> OfflineUpdater:
     policy = build("gaussian", add_value_head=False)
     engine = NativeTrainEngine(policy, EngineOptions.of(config), "cpu")
-    return OfflineLearner(config, policy, engine, data, critics)
+    return OfflineUpdater(config, policy, engine, data, critics)
 
 
 def generator() -> torch.Generator:
@@ -212,9 +212,9 @@ def test_policy_and_critics_follow_their_gradients() -> None:
     learner = learner_of(config, data_of(2), critics)
     engine = learner.engine
     assert isinstance(engine, NativeTrainEngine)
-    stepped = watch(engine.optimizer, critics.optimizer)
+    stepped = watch(engine.state.optimizer, critics.optimizer)
     learner.learn(generator())
-    assert set(stepped.values()) == {engine.optimizer, critics.optimizer}
+    assert set(stepped.values()) == {engine.state.optimizer, critics.optimizer}
     assert any(weight.ndim == 4 for weight in stepped)
 
 

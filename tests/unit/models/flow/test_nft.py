@@ -34,7 +34,7 @@ def random_inputs(seed: int = 0) -> dict[str, Tensor]:
 
 
 def loss_of(inputs: dict[str, Any], objective: str, level: str, **changes: Any) -> Any:
-    settings = {"nft_objective": objective, "nft_beta": 0.7, "nft_max_advantage": 2.0, "logprob_type": level}
+    settings = {"objective": objective, "beta": 0.7, "max_advantage": 2.0, "logprob_type": level}
     return nft_loss(**(inputs | settings | changes))
 
 

@@ -17,7 +17,7 @@ from tiny_families import build, observation
 from embodrl.errors import CheckpointError, EmbodrlError, StatisticsMissingError
 from embodrl.models.common.images import center_crop, resize_area
 from embodrl.models.gr00t.build_n1_7 import Gr00tN17Processor, QwenTokenizer
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.gr00t.qwen3_vl import patchify, rope_positions
@@ -90,7 +90,6 @@ def test_config_survives_a_round_trip() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "names"),
     [
-        ({"model_type": "Gr00tN1d6"}, "checkpoint-family", ["'gr00t_n1_6'", "'gr00t_n1_7'"]),
         ({"model_type": "Gr00tN1d8"}, "checkpoint-family", ["'Gr00tN1d8'", "'Gr00tN1d7'"]),
         ({"model_type": "gr00t_n1_5"}, "checkpoint-family", ["'gr00t'", "'gr00t_n1_7'"]),
         ({"model_name": "nvidia/Cosmos-Reason3-8B"}, U, ["model_name"]),

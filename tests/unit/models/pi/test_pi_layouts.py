@@ -249,7 +249,7 @@ def test_weights_tell_lerobot_0_5_from_0_4(apart: bool, text: str, tmp_path: Pat
     policy, report = build(model_path=str(tmp_path))
     assert prompt_ids(policy) == wanted_ids(policy, text)
     assert policy.processor.config.dark_bars == (not apart)
-    assert ("apart" if apart else "one") in report.conventions["padding of the state in prompt"]
+    assert ("separately" if apart else "one") in report.conventions["padding of the state in prompt"]
 
 
 def test_where_lerobots_files_do_not_say_a_warning_names_the_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture):

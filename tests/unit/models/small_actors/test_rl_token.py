@@ -14,10 +14,12 @@ from torch.nn import functional as F
 
 from embodrl.algorithms.rlt import ramp, rlt
 from embodrl.config.schema import Config, ModelConfig
+from embodrl.data.batch import Batch
 from embodrl.errors import CheckpointError, FileDamagedError, PolicyFileError
-from embodrl.hybrid_engines.training.off_policy import Transitions
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.hybrid_engines.training.rlt import RltEngine
+from embodrl.hybrid_engines.base import OptimizerStep
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.rlt import RltUpdate
 from embodrl.models.common.value_head import keep_prefix
 from embodrl.models.registry import build_policy
 from embodrl.models.small_actors.on_frozen import ReferencePolicy
@@ -199,20 +201,23 @@ def test_the_actor_descends_the_loss_of_rlt(bases: dict[str, Path]) -> None:
             "rlt": config.algorithm.rlt.model_copy(update={"q_weight": 0.5, "reference_dropout": 0.5}),
         }
     )
-    engine = RltEngine(policy, EngineOptions.of(config), "cpu", settings, seed=0)
-    engine.num_updates = 1010  # halfway: q_weight from 0.5 to 1, bc_weight from 1 to 0.1
+    config = config.model_copy(update={"algorithm": algorithm})
+    engine = NativeTrainEngine(policy, EngineOptions.of(config), "cpu")
+    update = RltUpdate(engine, config)
     inputs = policy.preprocess(observation("openvla"))
     labels, label_mask = torch.full((3, 2, 7), 0.3), torch.tensor([[False] * 2, [True, False], [True] * 2])
     nothing = torch.zeros(3)
-    batch = Transitions(inputs, inputs, labels, nothing, nothing, label_mask.any(1), labels, label_mask)
+    columns = {"actions": labels, "returns": nothing, "discount": nothing, "is_demo": label_mask.any(1)}
+    batch = Batch({"inputs": inputs, "next_inputs": inputs, "labels": labels, "label_mask": label_mask, **columns})
     taken: dict[str, torch.Tensor] = {}
 
-    def step(who: str, optimizer: object, parameters: list[torch.nn.Parameter], loss: float) -> float:
+    def step(loss: torch.Tensor, parameters: list[torch.nn.Parameter]) -> OptimizerStep:
         taken.update({name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None})
-        return 0.0
+        return OptimizerStep(False, 0.0)
 
-    engine._step = step  # type: ignore[method-assign]
-    metrics = engine._update_actor(batch, torch.Generator().manual_seed(1), algorithm)
+    engine.optimizer_step = step  # type: ignore[method-assign]
+    # Halfway: q_weight from 0.5 to 1, bc_weight from 1 to 0.1.
+    metrics = update.update_actor(batch, 1010, torch.Generator().manual_seed(1))
     dropped = torch.rand(3, generator=torch.Generator().manual_seed(1)) < 0.5
     assert dropped.any() and not dropped.all()
     policy.model.zero_grad()
@@ -221,7 +226,7 @@ def test_the_actor_descends_the_loss_of_rlt(bases: dict[str, Path]) -> None:
     seen[dropped, -14:] = 0
     mean = policy.model.distribution(seen).mean
     reference = torch.where(label_mask[..., None], labels, inputs["base"])
-    q = engine.critic(features, mean.clamp(-1, 1)).min(0).values
+    q = update.critic(features, mean.clamp(-1, 1)).min(0).values
     expected = (0.55 * (mean - reference).square().sum((1, 2)) - 0.75 * q).mean()
     expected.backward()
     assert metrics["policy_loss"] == pytest.approx(float(expected.detach()), rel=1e-5)

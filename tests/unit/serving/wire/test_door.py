@@ -2,7 +2,7 @@
 
 import asyncio
 
-from embodrl.serving.door import Door
+from embodrl.serving.door import ConnectionLimiter
 
 
 class Connection(asyncio.Protocol):
@@ -13,11 +13,11 @@ class Connection(asyncio.Protocol):
 
 
 def test_closed_connections_are_forgotten_long_before_many_are_open() -> None:
-    door = Door(asyncio.Protocol, None)
+    limiter = ConnectionLimiter(asyncio.Protocol, None)
     open_ones = [Connection(object()) for _ in range(10)]
     for one in open_ones:
-        door.admit(one)
+        limiter.admit(one)
     for _ in range(5000):
-        door.admit(Connection(None))
-    assert set(open_ones) <= door._admitted and len(door._admitted) <= 300
-    assert not door.is_crowded()
+        limiter.admit(Connection(None))
+    assert set(open_ones) <= limiter._admitted and len(limiter._admitted) <= 300
+    assert not limiter.is_crowded()

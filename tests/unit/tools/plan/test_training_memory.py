@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expect import raises_code
+from inference import FULL
 from safetensors.torch import load_file, save_file
 from tiny_families import FLOW_FAMILIES, NETWORKS, observation, tiny_config
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from embodrl.config.schema import ModelConfig, model_settings
 from embodrl.errors import CheckpointError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.tools.bench.inference import FULL
 from embodrl.tools.plan.training_memory import estimate, estimate_training_memory, token_counts
 
 GB = 10**9

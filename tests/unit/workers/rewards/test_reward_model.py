@@ -19,8 +19,9 @@ from embodrl.data.load import load_demos
 from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, UsageError
 from embodrl.models.common.observation_model import ObservationModel
 from embodrl.pipelines.load import load_config
+from embodrl.workers.episode import Episode
 from embodrl.workers.learned_reward import LearnedReward
-from embodrl.workers.reward import Episode, RewardWorker
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rewards.label import LabelSettings, label
 from embodrl.workers.rewards.observe import Fitting
 from embodrl.workers.rewards.reward_model import (

@@ -22,8 +22,9 @@ from embodrl.errors import EmbodrlError, EnvError, WorkflowError
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.async_collector import AsyncCollector, make_runners
-from embodrl.workers.collector import SyncCollector
+from embodrl.workers.collector import EpisodeSchedule, SyncCollector
 from embodrl.workers.env import make_pool
+from embodrl.workers.recorders import Judging
 from embodrl.workers.workflows.async_pool import AsyncPool
 from embodrl.workers.workflows.runner import WorkflowCollector
 from embodrl.workers.workflows.workflow import (
@@ -92,6 +93,9 @@ class Compass:
         return torch.from_numpy(observation.state[:, 1:].copy())
 
 
+WITH_FRAMES = Judging(keep_frames=True)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[EnvPool]:
     with make_pool(CONFIG, NUM_ENVS) as made:
@@ -104,9 +108,9 @@ def rollout(pool: EnvPool, workflow: RolloutWorkflow, config: Any = CONFIG, **op
 
 
 def test_the_built_in_workflow_gathers_what_the_lockstep_worker_gathers(pool: EnvPool) -> None:
-    wanted, metrics = SyncCollector(CONFIG, pool, Compass(), lambda: False, keep_frames=True).gather(4)
+    wanted, metrics = SyncCollector(CONFIG, pool, Compass(), lambda: False, WITH_FRAMES).gather(4)
     engine = Compass()
-    worker = rollout(pool, ChunkWorkflow(), engine=engine, keep_frames=True)
+    worker = rollout(pool, ChunkWorkflow(), engine=engine, judging=WITH_FRAMES)
     found, others = worker.gather(4)
     assert found.batch_size == wanted.batch_size == torch.Size([4, NUM_ENVS])
     for name in ("rewards", "valid", "terminated", "truncated", "bootstrap_values", "task_id", "group_id"):
@@ -404,8 +408,8 @@ def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
     with make_pool(config, NUM_ENVS) as pool:
         policy: Any = Compass()
         policy.update_weights = lambda weights, version: setattr(policy, "version", version)
-        players = make_runners(config, pool, policy, False)
-        worker = AsyncCollector(config, NUM_ENVS, len(pool.spec.tasks), players, policy, lambda: False)
+        schedule = EpisodeSchedule(config, NUM_ENVS, len(pool.spec.tasks))
+        worker = AsyncCollector(config, schedule, make_runners(config, pool, policy), policy, lambda: False)
         with closing(worker):
             policy.version = 0
             batches = []

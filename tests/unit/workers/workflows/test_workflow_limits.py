@@ -16,6 +16,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, WorkflowError
 from embodrl.workers.env import make_pool
+from embodrl.workers.recorders import Judging
 from embodrl.workers.workflows.runner import MAX_ATTEMPTS
 from embodrl.workers.workflows.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
 
@@ -178,7 +179,7 @@ def test_frames_are_kept_where_they_are_wanted(pool: EnvPool, keep: bool) -> Non
             return trajectory
 
     workflow = Watched()
-    batch, _ = rollout(pool, workflow, keep_frames=keep).gather(0)
+    batch, _ = rollout(pool, workflow, judging=Judging(keep)).gather(0)
     frames = [chunk.frame for trajectory in workflow.played for chunk in trajectory.chunks]
     assert all((frame is not None) == keep for frame in frames) and (batch.frames is not None) == keep
     if not keep:

@@ -16,7 +16,7 @@ from embodrl.hybrid_engines.training.megatron.core import start
 from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.training.megatron.policy import ParallelOpenVLAPolicy
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.workers.policy import build_policy
@@ -79,10 +79,10 @@ def copied(engine: TrainEngine) -> EngineState:
 
 def different_copies(engine: MegatronTrainEngine) -> list[str]:
     """Return the parameters that should be the same in all processes of the tensor group and are not."""
-    group = engine.tensor_mesh.get_group()
+    group = engine.state.tensor_mesh.get_group()
     differ: list[str] = []
     for name, parameter in engine.policy.named_parameters():
-        if engine.pieces[name][0].dim is None:
+        if engine.state.pieces[name][0].dim is None:
             parts: list[Tensor] = [torch.empty_like(parameter) for _ in range(group.size())]
             dist.all_gather(parts, parameter.detach(), group=group)
             differ += [name] if any(not torch.equal(part, parts[0]) for part in parts) else []

@@ -59,9 +59,11 @@ def look(size: int) -> dict[str, Any]:
         return LossOutput(toy_loss(policy.evaluate_actions(micro.forward_inputs, SAMPLINGS[1])), {})
 
     found["loss"], _ = engine.forward_backward(rows, compute)
-    engine._clip_gradients()
+    engine._clip(engine._collect(None))
     held = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-    found["gradients"] = {name: whole(t).clone() for name, t in publish(held, engine.pieces, engine.tensor_mesh)}
+    found["gradients"] = {
+        name: whole(t).clone() for name, t in publish(held, engine.state.pieces, engine.state.tensor_mesh)
+    }
     return found
 
 

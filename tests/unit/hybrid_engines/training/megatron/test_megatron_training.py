@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.megatron.core import stop
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.workers.actor import make_train_engine
 
@@ -111,7 +111,7 @@ def train_with_offload(distributed: bool) -> list[tuple[int, int]]:
         report = engine.offload()
         assert report is not None
         found.append((report.before, report.after))
-        kept = (*engine.policy.parameters(), *engine.leaves.values(), *(engine.reference or []))
+        kept = (*engine.policy.parameters(), *engine.state.leaves.values(), *(engine.state.reference or []))
         assert not any(tensor.untyped_storage().nbytes() for tensor in kept)
     state = copied(engine)
     stop()
@@ -190,7 +190,7 @@ def resume_in_bf16(directory: Path, size: int) -> dict[str, bool]:
     found = {
         "in float32": any(not torch.equal(t, saved.tensors["policy"][n].float()) for n, t in masters.items()),
         "rounded": all(torch.equal(t.bfloat16(), saved.tensors["policy"][n]) for n, t in masters.items()),
-        "sizes": engine.state_num_bytes() == num_bytes(saved)
+        "sizes": engine.shapes().num_bytes == num_bytes(saved)
         and engine.state.inventory() == {s: {n: t.nbytes for n, t in ts.items()} for s, ts in saved.tensors.items()},
     }
     stop()

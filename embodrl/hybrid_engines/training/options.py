@@ -1,0 +1,34 @@
+"""What a run asks of its train engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodrl.config.schema import ActorConfig, Config
+
+VALUE_GROUP = "value_head"
+"""Of ``VLAPolicy.trainable_groups``: what trains with ``actor.optim.value_lr``."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Settings of an engine.
+
+    Attributes:
+        config: precision, optimizer, and batch sizes over all processes but ``micro_batch_size``, which is per process.
+        total_iterations: length of the run, for the learning-rate schedule.
+        keep_reference: keep the weights that train as they are now; a process keeps its part.
+        may_be_stale: rollouts may come from older policies; every update then reports how old they are.
+    """
+
+    config: ActorConfig
+    total_iterations: int
+    keep_reference: bool = False
+    may_be_stale: bool = False
+
+    @classmethod
+    def of(cls, config: Config) -> EngineOptions:
+        """Return the options of a run."""
+        kept = config.algorithm.kl.coef > 0
+        stale = config.runner.max_staleness > 0
+        return cls(config.actor, config.runner.max_iterations, kept, stale)

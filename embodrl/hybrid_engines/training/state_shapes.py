@@ -1,0 +1,165 @@
+"""The shapes of an engine's state, and whether a saved one fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from torch import Tensor, nn
+
+from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.training.side_modules import ADAM_STATE, HINT, SideModules, check_side
+
+FLOAT32_BYTES = 4
+MASTER = "master"
+"""What the optimizer keeps of weights in half precision besides: they in float32."""
+HAS_MOMENTS = "has_moments"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """What a saved state must have.
+
+    Attributes:
+        policy: shapes of all weights and saved buffers.
+        trained: shapes of the parameters that train.
+        reference: shapes of the reference's own weights; empty without a reference.
+        num_bytes: that the state takes once every weight has been trained.
+        side: shapes of the weights of modules beside the policy, by section.
+        side_trained: names of what trains with them, by section.
+    """
+
+    policy: Shapes
+    trained: Shapes
+    reference: Shapes
+    num_bytes: int
+    side: dict[str, Shapes] = field(default_factory=dict[str, Shapes])
+    side_trained: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The names of the sections."""
+        return ("policy", "optimizer", *(["reference"] if self.reference else []), *self.side)
+
+    @classmethod
+    def of(
+        cls,
+        policy: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        reference: Mapping[str, Tensor] | None = None,
+        masters: Iterable[str] = (),
+        side: SideModules | None = None,
+    ) -> Self:
+        """Return the shapes of a policy's state; those of sharded tensors are of the whole.
+
+        Of ``masters``, among ``trained``, there are a float32 copy and moments in float32.
+        """
+        weights = dict(policy.state_dict())
+        names = set(masters)
+        moments = [p for name, p in trained.items() if name not in names]
+        # Moments count twice: exp_avg and exp_avg_sq.
+        kept = [*weights.values(), *(reference or {}).values(), *moments, *moments]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        # 3: the float32 copy and its two moments.
+        num_bytes += sum(3 * FLOAT32_BYTES * trained[name].numel() for name in names)
+        shapes = (_shapes(weights), _shapes(trained), _shapes(reference or {}))
+        if side is None:
+            return cls(*shapes, num_bytes)
+        beside = {side.section: _shapes(side.weights())}
+        return cls(*shapes, num_bytes + side.num_bytes(), beside, {side.section: list(side.trained())})
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def check_fit(
+    saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes, counters: Mapping[str, int] | None = None
+) -> None:
+    """Refuse a state of another policy, or one that has lost its moments.
+
+    Args:
+        saved: tensors by section and name.
+        shapes: what it must have.
+        counters: saved with it; those of earlier versions do not tell whether there were moments.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    if (counters or {}).get(HAS_MOMENTS) and not saved.get("optimizer"):
+        message = "the checkpoint's optimizer state is empty, and weights had been trained: they would lose momentum"
+        raise CheckpointError(message, "use an earlier checkpoint", code="checkpoint-damaged")
+    _check_weights(saved.get("policy", {}), shapes.policy)
+    if shapes.reference:
+        _check_reference(saved.get("reference"), shapes.reference)
+    for section, weights in shapes.side.items():
+        check_side(saved.get(section, {}), weights, shapes.side_trained[section])
+    moments = dict(saved.get("optimizer", {}))
+    for name, shape in shapes.trained.items():
+        found = [t for key in ADAM_STATE if (t := moments.pop(f"{key}.{name}", None)) is not None]
+        copy = moments.pop(f"{MASTER}.{name}", None)
+        if not found:
+            continue  # not trained yet when the checkpoint was made
+        if copy is not None:
+            found.append(copy)
+        # The first one is ``step``, a scalar.
+        if len(found) < len(ADAM_STATE) or any(tuple(tensor.shape) != shape for tensor in found[1:]):
+            raise CheckpointError(
+                f"the checkpoint's optimizer state does not fit '{name}'", HINT, code="checkpoint-mismatch"
+            )
+    if moments:
+        raise CheckpointError(
+            f"the checkpoint's optimizer state has unknown names, e.g. '{min(moments)}'",
+            HINT,
+            code="checkpoint-mismatch",
+        )
+
+
+def _check_weights(saved: Mapping[str, Tensor], shapes: Shapes) -> None:
+    problems = [f"'{name}' is missing" for name in shapes if name not in saved]
+    problems += [f"'{name}' is unknown" for name in saved if name not in shapes]
+    problems += [
+        f"'{name}' is {tuple(tensor.shape)} instead of {shapes[name]}"
+        for name, tensor in saved.items()
+        if name in shapes and tuple(tensor.shape) != shapes[name]
+    ]
+    if problems:
+        more = f", and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint's weights do not fit the policy: {', '.join(problems[:5])}{more}",
+            HINT,
+            code="checkpoint-mismatch",
+        )
+
+
+def _check_reference(saved: Mapping[str, Tensor] | None, shapes: Shapes) -> None:
+    if saved is None or saved.keys() != shapes.keys():
+        raise CheckpointError("the checkpoint has no reference policy that fits", HINT, code="checkpoint-mismatch")
+    for name, tensor in saved.items():
+        if tuple(tensor.shape) != shapes[name]:
+            raise CheckpointError(
+                f"the checkpoint's reference policy does not fit '{name}'", HINT, code="checkpoint-mismatch"
+            )
+
+
+def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
+    """Yield names in order, about ``bucket_bytes`` at a time."""
+    bucket = list[str]()
+    filled = 0
+    for name, size in sizes.items():
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket = []
+            filled = 0
+        bucket.append(name)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

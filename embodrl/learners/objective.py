@@ -1,0 +1,171 @@
+"""What an update hands to a loss, and what it takes from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from embodrl.algorithms.advantages import Advantages
+from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, proximal_terms
+from embodrl.algorithms.episodes import element_weights, split_episodes
+from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
+from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import EmbodrlError
+from embodrl.names import parameters_of
+from embodrl.specs import LOSSES
+from embodrl.types import EvalOutput, SamplingParams
+
+
+def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, object]:
+    """Return the settings that a loss may ask for."""
+    settings = algorithm.arguments_of("loss", needs_values) | {
+        "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
+        "kl_estimator": algorithm.kl.estimator,
+    }
+    return settings
+
+
+def checked_loss(output: object, name: str) -> LossOutput:
+    """Return what a loss, perhaps the user's, returned, if it is one.
+
+    Raises:
+        EmbodrlError: it is none, or has no ``approx_kl``, which ``algorithm.target_kl`` and the console read.
+    """
+    if isinstance(output, LossOutput) and output.loss.ndim == 0 and "approx_kl" in output.metrics:
+        return output
+    raise EmbodrlError(
+        f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
+        "return embodrl.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
+        code="loss-result",
+    )
+
+
+def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
+    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None where every ratio counts the same.
+
+    Args:
+        batch: the rollout.
+        trained: ``bool[T,B]``, the chunks that ``flatten_chunks`` keeps.
+        algorithm: how the loss is aggregated.
+    """
+    if algorithm.loss_agg == "token_mean":
+        return None
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    drawn = batch.drawn
+    num_elements = element_counts(drawn & trained.unsqueeze(-1), batch.logprobs.shape[-1], algorithm.logprob_type)
+    whole = element_counts(torch.ones_like(drawn), batch.logprobs.shape[-1], algorithm.logprob_type)
+    length = int(whole[:, 0].sum()) if whole.numel() else 0
+    return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
+
+
+def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: float = 1.0) -> Tensor:
+    """Return ``bool[T,B]``: chunks with a valid action and an advantage.
+
+    Critic-free estimators give none to episodes that a fault ended; counted nevertheless, these would shrink the
+    gradient of all others.
+
+    Args:
+        batch: the rollout.
+        advantages: advantages of the rollout.
+        fraction: part of these chunks that trains, rounded up: the largest by mean ``|A|``, of equal ones the earlier.
+    """
+    trained = batch.valid.any(-1) & advantages.valid.any(-1)
+    if fraction == 1.0:
+        return trained
+    size = (advantages.advantages.abs() * advantages.valid).sum(-1) / advantages.valid.sum(-1).clamp_min(1)
+    # Below every mean of ``|A|``, so that the chunks that do not train come last.
+    size = size.masked_fill(~trained, -1.0).flatten()
+    kept = math.ceil(fraction * int(trained.sum()))
+    chosen = torch.zeros_like(size, dtype=torch.bool)
+    # Stable, so that the choice among equal sizes is the same on every machine.
+    chosen[size.argsort(descending=True, stable=True)[:kept]] = True
+    return chosen.view_as(trained)
+
+
+def flatten_chunks(
+    batch: TrajectoryBatch, advantages: Advantages, trained: Tensor, weights: Tensor | None = None
+) -> TrajectoryBatch:
+    """Return the chunks of a rollout that train (``bool[T,B]``), as rows: time and environments become one axis.
+
+    The columns ``advantages``, ``returns`` and, if given, ``weights`` are added to what a loss may ask for.
+    """
+    asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs", *COLUMNS)
+    rows = batch.select(*(name for name in asked if name in batch)).replace(
+        advantages=advantages.advantages, returns=advantages.returns, weights=weights
+    )
+    chosen = trained.flatten().nonzero().squeeze(-1)
+    flat = rows.fold()
+    # Indexing copies, which the usual case, all chunks, does not need.
+    return flat if len(chosen) == len(flat) else flat[chosen]
+
+
+def counts_of(minibatch: TrajectoryBatch, algorithm: AlgorithmConfig, device: torch.device) -> LossCounts:
+    """Return the counts of a minibatch, on a device."""
+    return count_elements(
+        minibatch.drawn.to(device),
+        action_dim=minibatch.logprobs.shape[-1],
+        logprob_type=algorithm.logprob_type,
+        entropy_type=algorithm.entropy_type,
+        num_values=minibatch["advantages"].shape[-1],
+    )
+
+
+def make_loss(
+    evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, needs_values: bool
+) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
+    """Return the loss of a micro-batch, after the counts of its minibatch.
+
+    Args:
+        evaluate: function like ``VLAPolicy.evaluate_actions``.
+        algorithm: the loss and its settings.
+        needs_values: the loss has a critic.
+
+    Raises:
+        EmbodrlError: when called: the loss needs values and the policy gives none, or it is no ``LossOutput``.
+    """
+    sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
+    loss_fn = LOSSES.get(algorithm.loss_type)
+    settings = loss_settings(algorithm, needs_values)
+    names, _, takes_rest = parameters_of(loss_fn)
+    reads_errors = "errors" in (LOSSES.entry(algorithm.loss_type).parameters or ())
+
+    def compute(counts: LossCounts, micro: TrajectoryBatch) -> LossOutput:
+        output = evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
+        critic: dict[str, object] = {}
+        if needs_values:
+            if output.values is None:
+                raise EmbodrlError(
+                    f"loss {algorithm.loss_type} needs values, which the policy does not give",
+                    "set model.add_value_head to true",
+                    code="value-head-missing",
+                )
+            critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
+        # float32: the ratio is an exponential of a difference of nearly equal numbers.
+        logprobs = output.logprobs.float()
+        proximal = proximal_terms(micro, logprobs.detach(), algorithm, counts)
+        arguments: dict[str, object] = {
+            "logprobs": logprobs,
+            "old_logprobs": micro.logprobs,
+            "ref_logprobs": micro.ref_logprobs,
+            "prox_logprobs": proximal.logprobs if proximal else None,
+            "behavior_weights": proximal.weights if proximal else None,
+            "advantages": micro["advantages"],
+            "valid": micro.drawn,
+            "entropy": None if output.entropy is None else output.entropy.float(),
+            "weights": micro.get("weights"),
+            "counts": counts,
+        }
+        if reads_errors and output.errors is not None:
+            arguments |= {"errors": output.errors.float(), "old_errors": micro.forward_inputs["flow_error"]}
+        arguments |= critic | settings
+        wanted = {name: value for name, value in arguments.items() if takes_rest or name in names}
+        loss = checked_loss(loss_fn(**wanted), algorithm.loss_type)
+        # Taken with the weights of this step; only the first minibatch, before any step, is reported.
+        mismatch = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
+        return LossOutput(loss.loss, loss.metrics | mismatch | (proximal.metrics if proximal else {}))
+
+    return compute

@@ -1,0 +1,296 @@
+"""Off-policy updates: critics, their targets, the temperature, and the actor, from a replay buffer.
+
+Shapes: E critics, B transitions of a batch, F features, C actions in a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from embodrl.algorithms.losses import LossOutput
+from embodrl.algorithms.off_policy import (
+    chunk_return,
+    critic_loss,
+    n_step_return,
+    sac,
+    soft_target,
+    soft_update,
+    temperature_loss,
+)
+from embodrl.config.schema import AlgorithmConfig, Config
+from embodrl.data.batch import Batch
+from embodrl.data.replay import ReplayBuffer, ReplayStores
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
+from embodrl.learners.base import LearnerState
+from embodrl.learners.imitation_update import sft_loss
+from embodrl.learners.records import ReplayUpdater
+from embodrl.learners.update import Update
+from embodrl.models.base import OffPolicyActor
+from embodrl.models.common.q_head import QEnsemble
+from embodrl.specs import SMALL_ACTORS
+from embodrl.storage.checkpoint import Checkpoint
+
+SECTION = "off_policy"
+"""Of the engine's state: critics, targets, temperature, and the moments of their optimizer."""
+UPDATE = f"{__name__}:OffPolicyUpdate"
+
+
+class OffPolicyUpdate(Update):
+    """Trains the policy as SAC's actor, with critics beside it; everything runs in float32.
+
+    Attributes:
+        critic, target: ensembles on the policy's features; the second follows the first.
+        log_alpha: logarithm of the temperature, scalar.
+        modules: these, as the engine keeps them. The policy's encoder trains with the critics.
+    """
+
+    def __init__(
+        self, engine: PolicyTrainEngine, config: Config, on_step: Callable[[int, int], None] | None = None
+    ) -> None:
+        super().__init__(engine, config, on_step)
+        policy = engine.policy
+        assert isinstance(policy, OffPolicyActor), "the configuration was checked"
+        self.actor = policy
+        self.settings = settings = config.algorithm.off_policy
+        chunk = math.prod(policy.chunk_shape)
+        shape = (policy.feature_dim + chunk, settings.critic_hidden_sizes, settings.layer_norm)
+        self.critic = QEnsemble(settings.num_q, *shape)
+        self.critic.init_weights(torch.Generator().manual_seed(config.runner.seed))
+        self.critic.to(engine.device)
+        self.target = copy.deepcopy(self.critic).requires_grad_(False)
+        # The logarithm is what trains, so that alpha stays positive.
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(settings.alpha), device=engine.device))
+        per_chunk = settings.target_entropy_per_number * chunk
+        self.target_entropy = per_chunk if settings.target_entropy is None else settings.target_entropy
+        encoder = {id(p) for p in policy.encoder_parameters()}
+        trained = engine.state.policy_parameters
+        self.encoder_parameters = [p for p in trained if id(p) in encoder]
+        self.actor_parameters = [p for p in trained if id(p) not in encoder]
+        modules: dict[str, nn.Module | nn.Parameter] = {"critic": self.critic, "log_alpha": self.log_alpha}
+        modules["target"] = self.target
+        self.modules = engine.add_modules(SECTION, modules, {"encoder": self.encoder_parameters})
+        self.critic_parameters = [*self.critic.parameters(), *self.encoder_parameters]
+
+    def step(self, batch: Batch, rates: LearningRates, number: int, generator: torch.Generator) -> dict[str, float]:
+        """Take a step of the critics and, where it is due, one of the actor.
+
+        Args:
+            batch: see ``sample_transitions``.
+            rates: learning rates of policy and critics.
+            number: of the step, from 1.
+            generator: source of the noise, on the CPU.
+
+        Returns:
+            metrics.
+
+        Raises:
+            NonFiniteError: several steps in a row were not finite.
+        """
+        self.engine.onload()
+        self.set_rates(rates)
+        metrics = self.update_critic(batch, generator)
+        if number > self.settings.critic_warm_up and number % self.settings.policy_delay == 0:
+            metrics |= self.update_actor(batch, number, generator)
+        return metrics
+
+    def alpha(self) -> float:
+        """Return the temperature."""
+        self.engine.onload()
+        return float(self.log_alpha.detach().exp())
+
+    def set_rates(self, rates: LearningRates) -> None:
+        """Set the learning rates of the next steps."""
+        self.engine.set_learning_rates(rates, train_policy=True)
+        alpha_lr = self.settings.alpha_lr or 0.0
+        self.modules.set_learning_rates({"critic": rates.value, "encoder": rates.value, "log_alpha": alpha_lr})
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what critics see, ``float32[B,F]``."""
+        [seen] = self.engine.run(lambda policy: (cast(OffPolicyActor, policy).features(inputs),))
+        return cast(Tensor, seen)
+
+    def sample(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return actions ``float32[B,C,A]`` and log-probs ``float32[B]`` of the actor."""
+        outputs = self.engine.run(lambda policy: cast(OffPolicyActor, policy).sample_chunk(features, noise))
+        return cast("tuple[Tensor, Tensor]", outputs)
+
+    def update_critic(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
+        """Step on the squared errors of the critics, and let the targets follow."""
+        settings = self.settings
+        device = self.engine.device
+        minimum = settings.target_q == "min"
+        chosen = torch.randperm(settings.num_q, generator=generator)[: settings.subset].to(device)
+        alpha = float(self.log_alpha.detach().exp())
+        total = len(batch)
+
+        def loss_of(part: Batch) -> LossOutput:
+            with torch.no_grad():
+                seen = self.features(part["next_inputs"])
+                actions, logprobs = self.sample(seen, part["noise"])
+                next_q = self.target(seen, actions, chosen)
+                backup = (next_q, logprobs, alpha, settings.backup_entropy, minimum)
+                target = soft_target(part["returns"], part["discount"], *backup)
+            q = self.critic(self.features(part["inputs"]), part["actions"])
+            # Divided by the whole batch, so that the losses of the micro-batches add up.
+            loss = critic_loss(q, target).sum() / total
+            return LossOutput(loss, {"q_mean": q.detach().mean(0).sum() / total, "target_mean": target.sum() / total})
+
+        loss, metrics = self.engine.forward_backward(
+            self._with_noise(batch, generator), loss_of, self.critic_parameters
+        )
+        step = self.engine.modules_step(loss, self.critic_parameters)
+        soft_update(self.target.parameters(), self.critic.parameters(), settings.tau)
+        demos = float(batch["is_demo"].float().mean())
+        found = {name: float(value) for name, value in metrics.items()}
+        return {"critic_loss": float(loss), "critic_grad_norm": step.grad_norm, "demo_share": demos, **found}
+
+    def update_actor(self, batch: Batch, number: int, generator: torch.Generator) -> dict[str, float]:
+        """Step on SAC's loss of the actor, and on the temperature's."""
+        bc_coef = self.config.algorithm.bc_coef
+        alpha = float(self.log_alpha.detach().exp())
+        total = len(batch)
+        labelled = batch["label_mask"].sum().clamp_min(1)
+
+        def loss_of(part: Batch) -> LossOutput:
+            # The critics alone train the encoder.
+            with torch.no_grad():
+                seen = self.features(part["inputs"])
+            actions, logprobs = self.sample(seen, part["noise"])
+            loss = sac(logprobs, self.critic(seen, actions), alpha, self.settings.actor_q == "min").sum() / total
+            metrics = {"entropy": -logprobs.detach().sum() / total}
+            if bc_coef:
+                demos = {**part["inputs"], "target": part["labels"], "action_mask": part["label_mask"]}
+                share = part["label_mask"].sum() / labelled
+                bc_loss = sft_loss(self.engine, demos, 0.0)[0] * share
+                loss = loss + bc_coef * bc_loss
+                metrics["bc_loss"] = bc_loss.detach()
+            return LossOutput(loss, metrics)
+
+        loss, metrics = self.engine.forward_backward(self._with_noise(batch, generator), loss_of, self.actor_parameters)
+        step = self.engine.optimizer_step(loss, self.actor_parameters)
+        found = {name: float(value) for name, value in metrics.items()}
+        if self.settings.alpha_lr is not None:
+            # The temperature's loss is linear in the log-prob, so that the mean over the batch is enough; it is the
+            # same in every process. The gradients of the critics are cleared, so that it alone moves.
+            mean_logprob = torch.tensor(-found["entropy"], device=self.engine.device)
+            temperature_loss(self.log_alpha, mean_logprob, self.target_entropy).backward()
+            self.modules.optimizer.step()
+            self.engine.state.clear_gradients()
+        return {"policy_loss": float(loss), "grad_norm": step.grad_norm, **found}
+
+    def _with_noise(self, batch: Batch, generator: torch.Generator) -> Batch:
+        """Add the noise of the actor, drawn on the CPU for all rows: it depends on no micro-batches and no device."""
+        return batch.replace(noise=torch.randn(len(batch), *self.actor.chunk_shape, generator=generator))
+
+
+class OffPolicyUpdater(ReplayUpdater):
+    """Draws transitions, and hands them to an ``OffPolicyUpdate`` where the engine is.
+
+    There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
+
+    Args:
+        config: the run.
+        engine: holds the weights that train.
+        stores: what was seen and done.
+        on_step: called with how many optimizer steps of an update are done, and how many there are.
+
+    Attributes:
+        num_updates: optimizer steps of the critics so far.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: TrainEngine,
+        stores: ReplayStores,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> None:
+        super().__init__(on_step)
+        self.config = config
+        self.engine = engine
+        self.stores = stores
+        actor = config.model.small_actor.kind
+        own = None if actor is None else SMALL_ACTORS.entry(actor).update
+        self.update: OffPolicyUpdate = engine.attach(own or UPDATE, config)
+        self.num_updates = 0
+
+    def learn(self, generator: torch.Generator) -> dict[str, float | None]:
+        config = self.config
+        settings = config.algorithm.off_policy
+        rates = learning_rates(config.actor.optim, self.engine.version, config.runner.max_iterations, 0)
+        # Counted from the beginning of the run, so that a resumed run makes exactly the updates that are due.
+        due = int(settings.utd * max(0, self.stores.online.stored - settings.warm_up)) - self.num_updates
+        totals: dict[str, float] = defaultdict(float)
+        counts: dict[str, int] = defaultdict(int)
+        for _ in self.steps(due if len(self.stores.online) else 0):
+            batch = sample_transitions(self.stores, config.actor.global_batch_size, config.algorithm, generator)
+            self.num_updates += 1
+            for name, value in self.update.step(batch, rates, self.num_updates, generator).items():
+                totals[name] += value
+                counts[name] += 1
+        self.update.complete()
+        result: dict[str, float | None] = {f"train/{name}": total / counts[name] for name, total in totals.items()}
+        return result | {
+            "train/alpha": self.update.alpha(),
+            "train/num_updates": float(max(0, due)),
+            "train/lr": rates.policy,
+            "train/value_lr": rates.value,
+        }
+
+    def state(self) -> LearnerState:
+        return LearnerState({"num_updates": self.num_updates})
+
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        state = checkpoint.state
+        # Earlier checkpoints have it among the engine's counters.
+        self.num_updates = (state if "num_updates" in state else state.fields("engine")).integer("num_updates")
+
+
+def sample_transitions(
+    stores: ReplayStores, count: int, algorithm: AlgorithmConfig, generator: torch.Generator
+) -> Batch:
+    """Return ``count`` transitions, ``demo_fraction`` of them from the demonstrations.
+
+    Returns:
+        ``inputs`` and ``next_inputs``, present and next inputs of the policy by name, ``[B,...]``; ``actions
+        float32[B,C,A]`` as they were executed; ``returns`` and ``discount float32[B]``, see ``n_step_return``;
+        ``is_demo bool[B]``; ``labels float32[B,C,A]`` and ``label_mask bool[B,C]``, what the expert would do, where one
+        was asked.
+    """
+    from_demos = round(count * algorithm.off_policy.demo_fraction) if stores.demos is not None else 0
+    online = _transitions(stores.online, count - from_demos, algorithm, generator, False)
+    if stores.demos is None or not from_demos:
+        return online
+    return Batch.concat([online, _transitions(stores.demos, from_demos, algorithm, generator, True)])
+
+
+def _transitions(
+    buffer: ReplayBuffer, count: int, algorithm: AlgorithmConfig, generator: torch.Generator, is_demo: bool
+) -> Batch:
+    places = buffer.draw(count, generator)
+    seen = buffer.window(places, algorithm.off_policy.n_step)
+    per_action = algorithm.reward_type == "action_level"
+    rewards, lengths = chunk_return(seen.rewards, seen.valid, algorithm.gamma, per_action)
+    found = n_step_return(rewards, lengths, seen.terminated, seen.acted, algorithm.gamma)
+    return Batch(
+        {
+            "inputs": buffer.inputs(places),
+            "next_inputs": buffer.inputs(places + found.offset),
+            "actions": buffer.column("actions", places),
+            "returns": found.returns,
+            "discount": found.discount,
+            "is_demo": torch.full((count,), is_demo),
+            # Rows of the run itself are masked, and need any tensor of this shape.
+            "labels": buffer.column("labels" if is_demo else "actions", places),
+            "label_mask": seen.valid[:, 0] & is_demo,
+        }
+    )

@@ -1,0 +1,40 @@
+"""The section ``algorithm.offline``. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from embodrl.config.schema.algorithm import AlgorithmConfig
+from embodrl.config.schema.optional import section_in
+from embodrl.config.schema.section import AppliesIf, Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+
+class OfflineConfig(Section):
+    """IQL and RECAP: how much is learned from a dataset, and what its actions weigh or are called."""
+
+    updates: PositiveInt = Field(default=500, description="optimizer steps of an iteration")
+    expectile: Annotated[float, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
+        default=0.7, gt=0, lt=1, description="of the Q values that V becomes; 0.5 their mean, towards 1 their largest"
+    )
+    temperature: Annotated[NonNegativeFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
+        default=3.0, description="beta of the weights exp(beta A) of actions; 0 is plain imitation"
+    )
+    max_weight: Annotated[PositiveFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
+        default=100.0, description="largest weight of an action"
+    )
+    tag: Annotated[str, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
+        default="recap", description="RECAP: of the labels that `embodrl label` has written beside the data"
+    )
+    condition_dropout: Annotated[Fraction, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
+        default=0.3, description="RECAP: share of the frames whose instruction does not say the advantage"
+    )
+    label_smoothing_bins: NonNegativeFloat = Field(
+        default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
+    )
+
+
+def offline_settings(algorithm: AlgorithmConfig) -> OfflineConfig:
+    """Return the section; its defaults where the configuration has none."""
+    return section_in(algorithm, "offline", OfflineConfig)

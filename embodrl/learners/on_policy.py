@@ -1,0 +1,261 @@
+"""Updates by rollouts: the loss of a batch with advantages, and log-probs of the present weights."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from embodrl.algorithms.advantages import Advantages, explained_variance
+from embodrl.algorithms.decoupled import (
+    MISMATCH_TERMS,
+    STALENESS,
+    mismatch_metrics,
+    proximal_columns,
+    staleness_metrics,
+    staleness_of,
+)
+from embodrl.algorithms.losses import is_largest
+from embodrl.config.schema import Config
+from embodrl.data.batch import Batch
+from embodrl.data.imitation import DemoDraws
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.precision import autocast
+from embodrl.hybrid_engines.training.schedule import learning_rates
+from embodrl.learners.imitation_update import imitation_gradients
+from embodrl.learners.objective import (
+    chunk_weights,
+    counts_of,
+    flatten_chunks,
+    make_loss,
+    trained_chunks,
+)
+from embodrl.learners.update import Update
+from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import report_work
+from embodrl.processes.trace import span
+from embodrl.specs import LOSSES
+from embodrl.types import EvalOutput, SamplingParams
+
+UPDATE = f"{__name__}:OnPolicyUpdate"
+
+
+def num_steps(batch: TrajectoryBatch, advantages: Advantages, config: Config) -> int:
+    """Return how many optimizer steps an update takes, unless it stops early."""
+    algorithm = config.algorithm
+    rows = int(trained_chunks(batch, advantages, algorithm.chunk_fraction).sum())
+    return algorithm.update_epoch * -(-rows // config.actor.global_batch_size)
+
+
+class OnPolicyUpdate(Update):
+    """Trains the policy on rollouts."""
+
+    def __init__(
+        self, engine: PolicyTrainEngine, config: Config, on_step: Callable[[int, int], None] | None = None
+    ) -> None:
+        super().__init__(engine, config, on_step)
+        self.algorithm = config.algorithm
+        self._needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
+
+    def update(
+        self,
+        batch: TrajectoryBatch,
+        advantages: Advantages,
+        generator: torch.Generator,
+        demos: Iterator[Batch] | list[Batch] | None = None,
+    ) -> dict[str, float]:
+        """Train on a rollout and raise the engine's version by one.
+
+        Args:
+            batch: the rollout.
+            advantages: of its chunks.
+            generator: on the CPU; shuffles the chunks.
+            demos: inputs of ``sft_loss``, a batch per step: every step that trains the policy imitates one, too, with
+                the weight ``algorithm.bc_coef``.
+
+        Returns:
+            metrics named ``train/...``, and ``staleness/...`` where chunks may be of older policies.
+
+        Raises:
+            NonFiniteError: several steps in a row were not finite.
+            EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
+        """
+        algorithm = self.algorithm
+        self.engine.onload()
+        needs_values = self._needs_values
+        critic_warmup = self.critic_warmup()
+        rates = learning_rates(
+            self.engine.config.optim, self.engine.version, self.engine.options.total_iterations, critic_warmup
+        )
+        self.engine.set_learning_rates(rates, train_policy=self.engine.version >= critic_warmup)
+        imitated = iter(demos) if demos is not None and self.engine.version >= critic_warmup else None
+        loss_fn = make_loss(self.engine.evaluate, algorithm, needs_values)
+        staleness = staleness_of(batch.policy_version, batch.valid, self.engine.version)
+        # In updates that changed the policy, for the weights of the loss; the metrics count all updates.
+        aged = self.policy_staleness(batch)
+        columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
+        trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
+        chunks = flatten_chunks(batch.replace(**columns), advantages, trained, chunk_weights(batch, trained, algorithm))
+        totals: defaultdict[str, float] = defaultdict(float)
+        num_updates = 0
+        num_nonfinite = 0
+        stopped = False
+        first_kl: Tensor | float | None = None
+        mismatch: dict[str, float] | None = None
+        epochs = algorithm.update_epoch
+        size = self.engine.config.global_batch_size
+        minibatches = chunks.minibatches(size, epochs, generator)
+        for _, minibatch in zip(self.steps(epochs * -(-len(chunks) // size)), minibatches, strict=True):
+            counts = counts_of(minibatch, algorithm, self.engine.device)
+            with span("forward and backward"):
+                loss, metrics = self.engine.forward_backward(minibatch, partial(loss_fn, counts))
+            if imitated is not None:
+                bc_loss, scalars = imitation_gradients(self.engine, next(imitated), weight=algorithm.bc_coef)
+                loss = loss + bc_loss
+                metrics = metrics | {f"bc_{name}": value for name, value in scalars.items()}
+            terms = {name: metrics.pop(name) for name in MISMATCH_TERMS}
+            mismatch = mismatch_metrics(terms) if mismatch is None else mismatch  # before the first step
+            if first_kl is None and not bool(staleness.any()):
+                first_kl = metrics.get("approx_kl")  # no step yet: 0 if rollout and training agree on log-probs
+            if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
+                # Gradients of the minibatch that is not stepped must not reach the next update.
+                self.engine.state.clear_gradients()
+                stopped = True
+                break
+            with span("optimizer step"):
+                step = self.engine.optimizer_step(loss)
+            if not step.applied:
+                num_nonfinite += 1
+                continue
+            num_updates += 1
+            totals["grad_norm"] += step.grad_norm
+            for name, value in metrics.items():
+                known = totals.get(name, -math.inf)
+                totals[name] = max(known, float(value)) if is_largest(name) else totals[name] + float(value)
+        self.engine.complete_update()
+        result = {f"train/{name}": total if is_largest(name) else total / num_updates for name, total in totals.items()}
+        if self.engine.options.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
+            result |= staleness_metrics(staleness, batch.valid)
+        if needs_values:
+            result["train/explained_variance"] = explained_variance(
+                batch["values"], advantages.returns, advantages.valid
+            )
+        result |= {f"train/{name}": value for name, value in (mismatch or {}).items()}
+        if first_kl is not None:
+            result["train/first_minibatch_kl"] = float(first_kl)
+        return result | {
+            "train/lr": rates.policy,
+            "train/value_lr": rates.value,
+            "train/num_updates": float(num_updates),
+            "train/num_nonfinite": float(num_nonfinite),
+            "train/early_stop": float(stopped),
+        }
+
+    def critic_warmup(self) -> int:
+        """Return how many of the first updates leave the policy as it is."""
+        has_values = self._needs_values and bool(self.engine.state.value_parameters)
+        return self.engine.config.optim.critic_warmup_iterations if has_values else 0
+
+    def policy_staleness(self, batch: TrajectoryBatch) -> Tensor:
+        """Return ``int64[T,B]``, in updates that trained the policy: those of the critic alone do not count."""
+        warmup = self.critic_warmup()
+        versions = batch.policy_version.clamp_min(warmup)
+        return staleness_of(versions, batch.valid, max(self.engine.version, warmup))
+
+    def proximal(self, batch: TrajectoryBatch, every_chunk: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
+
+        Chunks acted with these weights keep those of the rollout, bit-exact; with ``every_chunk`` they keep values
+        alone. A loss without values gets None for them, and so does one without ``algorithm.decoupled``.
+
+        Raises:
+            EmbodrlError: a chunk has a version above the engine's.
+        """
+        needs_values = self._needs_values and self.algorithm.decoupled.enabled
+        changed = batch.valid.any(-1) if every_chunk else self.policy_staleness(batch) > 0
+        stale = old = changed
+        if needs_values:
+            # What comes before a lost chunk is bootstrapped from its value.
+            ended = (batch.terminated | batch.truncated).any(-1)
+            old = batch.policy_version < self.engine.version
+            stale = changed | (old & (batch.valid.any(-1) | ended))
+        known = batch.logprobs.flatten(2)
+        if needs_values:
+            known = torch.cat([known, batch["values"]], -1)
+        # ``outputs`` writes into its argument.
+        outputs = self._outputs(self.engine.evaluate, batch, stale, known.clone(), needs_values)
+        num_tokens = math.prod(batch.logprobs.shape[2:])
+        # In a warm-up of the critic the policy stays as it is: its log-probs then stay bit-exact those of the rollout.
+        logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
+        if not needs_values:
+            return logprobs.view_as(batch.logprobs), None
+        values = torch.where(old[..., None], outputs[..., num_tokens:], known[..., num_tokens:])
+        return logprobs.view_as(batch.logprobs), values
+
+    def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor:
+        """Return ``float32[T,B,C,A]``: log-probs of the actions under the policy that the run began with.
+
+        Chunks without a valid action get 0.
+
+        Raises:
+            EmbodrlError: the engine keeps no reference.
+        """
+        with self.engine.reference_policy() as evaluate:
+            return self.logprobs(evaluate, batch)
+
+    def logprobs(self, evaluate: Callable[..., EvalOutput], batch: TrajectoryBatch) -> Tensor:
+        """Return ``float32[T,B,C,A]``: a policy's log-probs of the chunks with a valid action, else 0."""
+        zeros = torch.zeros_like(batch.logprobs).flatten(2)
+        return self._outputs(evaluate, batch, batch.valid.any(-1), zeros, False).view_as(batch.logprobs)
+
+    def _outputs(
+        self, evaluate: Callable[..., EvalOutput], batch: TrajectoryBatch, wanted: Tensor, result: Tensor, values: bool
+    ) -> Tensor:
+        """Return ``result float32[T,B,C*A(+K)]`` with a policy's log-probs, and values, of ``wanted bool[T,B]``."""
+        self.engine.onload()
+        sampling = SamplingParams(self.algorithm.sampling.temperature, self.algorithm.sampling.top_k)
+        chosen = wanted.flatten().nonzero().squeeze(-1)
+        inputs = batch.select("forward_inputs").fold()
+
+        def compute(rows: Tensor) -> Tensor:
+            micro = inputs[rows].to(self.engine.device, non_blocking=True)
+            with torch.no_grad(), autocast(self.engine.precision, self.engine.device):
+                output = evaluate(micro.forward_inputs, sampling, compute_entropy=False, compute_values=values)
+            report_work()
+            parts = [output.logprobs.float().flatten(1)]
+            if values:
+                assert output.values is not None
+                parts.append(output.values.float())
+            return torch.cat(parts, -1).cpu()
+
+        rows_of_result = result.flatten(0, 1)
+        if len(chosen):
+            self.engine.evaluate_rows(compute, chosen, rows_of_result)
+        return rows_of_result.view_as(result)
+
+
+class Demonstrations:
+    """What every step of an on-policy update imitates in addition to its loss (``algorithm.bc_coef``).
+
+    Args:
+        config: the run.
+        policy: of this process, which makes inputs of observations.
+        frames: draws frames; the part that a checkpoint keeps.
+    """
+
+    def __init__(self, config: Config, policy: VLAPolicy, frames: DemoDraws) -> None:
+        self.config = config
+        self.policy = policy
+        self.frames = frames
+
+    def draws(self, batch: TrajectoryBatch, advantages: Advantages) -> Iterator[Batch]:
+        """Yield a batch for each optimizer step of an update."""
+        for _ in range(num_steps(batch, advantages, self.config)):
+            observation, actions, inside = self.frames.next()
+            inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
+            yield Batch({name: tensor.cpu() for name, tensor in inputs.items()})
