@@ -301,10 +301,10 @@ def test_a_restart_under_way_is_given_up_when_a_signal_comes() -> None:
 
 
 def test_who_lives_and_does_not_answer_after_a_signal_is_ended_with_its_stack_in_the_log(
-    soon: None, caplog: pytest.LogCaptureFixture
+    soon: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollouts, group, _ = group_of()
-    rollouts._patience_s = 0.0
+    monkeypatch.setattr("embodrl.workers.remote_backend._PATIENCE", 0.0)
     group.answers["gather"] = [None, "silence"]
     with pytest.raises(InterruptedError):
         rollouts.call("gather", [(0,), (0,)])
