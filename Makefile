@@ -58,7 +58,7 @@ test-gpu: $(if $(EMBODRL_PYTHON),,setup) ## run the tests that need a CUDA GPU (
 
 test-megatron: setup ## install megatron-core and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/unit/hybrid_engines/training/megatron $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/unit/hybrid_engines/training/megatron_engine $(ARGS)
 
 # These tests start whole Ray clusters, so they run one at a time.
 RAY_TESTS := tests/integration/test_ray_machines.py tests/integration/test_ray_runs.py \
@@ -79,7 +79,7 @@ test-simulators: setup ## install Meta-World, Gymnasium and LIBERO into .venv-si
 # Separate from the other tests: vLLM is a large dependency with conflicting pins, so it gets its own environment.
 test-vllm: ## create .venv-vllm with vLLM for CPUs and run its tests there
 	@scripts/setup_vllm.sh
-	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 0 tests/vllm $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 0 tests/vllm_engine $(ARGS)
 
 # ARGS="--scenario train --sample 50" for a part; --json FILE writes every trial.
 crash-test: setup ## cut power after every file operation of a run, damage every file, and judge the recoveries

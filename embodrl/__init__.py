@@ -41,7 +41,7 @@ _EXPORTS = {
     "TrajectoryBatch": "embodrl.data.trajectory",
     # Extension: models.
     "VLAPolicy": "embodrl.models.base",
-    "LoadReport": "embodrl.models.base",
+    "LoadReport": "embodrl.models.load_report",
     "ValueHead": "embodrl.models.common.value_head",
     "checkpoint": "embodrl.models.common.checkpoint:",
     "sampling": "embodrl.models.common.sampling:",
@@ -114,11 +114,11 @@ if TYPE_CHECKING:
     from embodrl.errors import ConfigProblem as ConfigProblem
     from embodrl.errors import EmbodrlError as EmbodrlError
     from embodrl.hybrid_engines.rollout.batched import EpisodeEngine as EpisodeEngine
-    from embodrl.models.base import LoadReport as LoadReport
     from embodrl.models.base import VLAPolicy as VLAPolicy
     from embodrl.models.common import checkpoint as checkpoint
     from embodrl.models.common import sampling as sampling
     from embodrl.models.common.value_head import ValueHead as ValueHead
+    from embodrl.models.load_report import LoadReport as LoadReport
     from embodrl.models.registry import SupportedModel
     from embodrl.pipelines.context import PipelineContext as PipelineContext
     from embodrl.pipelines.graph import Pipeline as Pipeline

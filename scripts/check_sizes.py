@@ -39,8 +39,6 @@ class Shape:
 
 LIMIT = Shape()
 LARGER: dict[str, Shape] = {
-    "embodrl/data/batch.py:Batch": Shape(methods=26),
-    "embodrl/data/lerobot_writer.py:LeRobotWriter": Shape(attributes=18),
     "embodrl/envs/gymnasium/env.py:GymnasiumSimulator": Shape(attributes=18, arguments=8),
     "embodrl/envs/gymnasium/env.py:GymnasiumVectorEnv": Shape(arguments=14),
     "embodrl/envs/libero/controller.py:ArmModel": Shape(attributes=17),
@@ -58,12 +56,9 @@ LARGER: dict[str, Shape] = {
     "embodrl/envs/metaworld/env.py:MetaWorldVectorEnv": Shape(arguments=10),
     "embodrl/envs/robot/env.py:RobotSimulator": Shape(attributes=18, arguments=10),
     "embodrl/envs/robot/env.py:RobotVectorEnv": Shape(arguments=21),
-    "embodrl/store/learner.py:StoreLearner": Shape(arguments=7),
-    "embodrl/store/shards.py:ShardWriter": Shape(arguments=7),
-    "embodrl/store/shards.py:ShardReader": Shape(arguments=7),
     "embodrl/hybrid_engines/rollout/vllm/engine.py:VllmRolloutEngine": Shape(arguments=7),
     "embodrl/hybrid_engines/rollout/base.py:RolloutEngine": Shape(arguments=7),
-    "embodrl/hybrid_engines/rollout/remote.py:RemoteRolloutEngine": Shape(arguments=8),
+    "embodrl/hybrid_engines/rollout/remote/engine.py:RemoteRolloutEngine": Shape(arguments=8),
     "embodrl/hybrid_engines/weight_sync/collective.py:SyncGroup": Shape(arguments=8),
     "embodrl/models/flow/expert_policy.py:ExpertPolicy": Shape(arguments=8),
     "embodrl/models/flow/flow.py:Sampler": Shape(arguments=7),
@@ -71,7 +66,6 @@ LARGER: dict[str, Shape] = {
     "embodrl/models/openvla/token_policy.py:TokenPolicy": Shape(methods=29),
     "embodrl/models/openvla_oft/processing.py:OpenVLAOFTProcessor": Shape(arguments=7),
     "embodrl/processes/child.py:ChildProcess": Shape(arguments=10),
-    "embodrl/reporting/console.py:Console": Shape(attributes=19),
     "embodrl/reporting/sinks.py:MetricsLogger": Shape(arguments=7),
     "embodrl/scheduler/launchers/ray/launcher.py:_RayWorker": Shape(arguments=7),
     "embodrl/workers/async_collector.py:AsyncCollector": Shape(attributes=20),

@@ -133,7 +133,7 @@ class Batch:
         if isinstance(key, str) or (isinstance(key, tuple) and all(isinstance(part, str) for part in key)):
             found = self.get(cast(Key, key))
             if found is None:
-                raise self._no_column(cast(Key, key))
+                raise _no_column(self, cast(Key, key))
             return found
         if isinstance(key, slice) and (key.step is None or key.step > 0):
             return self._slice(key)
@@ -173,7 +173,7 @@ class Batch:
         """Return the batch with only these columns; a tuple names a column of a group. Raises BatchKeyError."""
         for key in keys:
             if key not in self:
-                raise self._no_column(key)
+                raise _no_column(self, key)
         tensors: Group = {}
         for *groups, name in (_path(key) for key in keys if key not in self.objects):
             target = tensors
@@ -281,9 +281,10 @@ class Batch:
         objects = {name: x.take(rows, axis=dim) for name, x in self.objects.items()}
         return self._with(tensors, objects, (*self.batch_size[:-1], len(index)))
 
-    def _no_column(self, key: Key) -> BatchKeyError:
-        name = key if isinstance(key, str) else "/".join(key)
-        return BatchKeyError(f"the batch has no column '{name}'; it has {listed(self.names())}", "name one of these")
+
+def _no_column(batch: Batch, key: Key) -> BatchKeyError:
+    name = key if isinstance(key, str) else "/".join(key)
+    return BatchKeyError(f"the batch has no column '{name}'; it has {listed(batch.names())}", "name one of these")
 
 
 def _path(key: Key) -> tuple[str, ...]:

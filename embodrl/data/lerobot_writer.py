@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,31 @@ from embodrl.fields import Fields
 from embodrl.storage.json_file import write_json_file
 
 Row = dict[str, object]
+
+
+@dataclass
+class _OpenFile:
+    """The episodes of the data and video files being written.
+
+    Attributes:
+        start: first frame in them.
+        columns: columns of each episode.
+        rows: row of each episode in ``meta/episodes``.
+        encoders: by video key.
+        num_bytes: of all columns.
+    """
+
+    start: int = 0
+    columns: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
+    rows: list[Row] = field(default_factory=list[Row])
+    encoders: dict[str, VideoEncoder] = field(default_factory=dict[str, VideoEncoder])
+    num_bytes: int = 0
+
+    def is_full(self) -> bool:
+        """Whether a file has reached the size at which the next one begins."""
+        sizes = (encoder.path.stat().st_size for encoder in self.encoders.values() if encoder.path.exists())
+        videos_full = max(sizes, default=0) >= layout.VIDEO_FILE_MB * layout.MEGABYTE
+        return videos_full or self.num_bytes >= layout.DATA_FILE_MB * layout.MEGABYTE
 
 
 class LeRobotWriter(DatasetWriter):
@@ -55,11 +81,7 @@ class LeRobotWriter(DatasetWriter):
         self.crf = crf
         self.robot_type = robot_type
         self._file = 0
-        self._rows: list[dict[str, Array]] = []
-        self._data_bytes = 0
-        self._encoders: dict[str, VideoEncoder] = {}
-        self._file_start = 0
-        self._episodes: list[Row] = []
+        self._open = _OpenFile()
         self._num_episodes = 0
         self._tasks: dict[str, int] = {}
         self._vectors: dict[str, list[Array]] = {}
@@ -92,8 +114,8 @@ class LeRobotWriter(DatasetWriter):
         columns = self._columns(episode, number)
         for name, values in columns.items():
             self._vectors.setdefault(name, []).append(values)
-        self._rows.append(columns)
-        self._data_bytes += sum(values.nbytes for values in columns.values())
+        self._open.columns.append(columns)
+        self._open.num_bytes += sum(values.nbytes for values in columns.values())
         row: Row = {
             "episode_index": number,
             "tasks": [episode.instruction],
@@ -115,14 +137,14 @@ class LeRobotWriter(DatasetWriter):
             self._encoder(key, *episode.images.shape[2:4]).add(episode.images[:, view])
             stats[key] = pixels.stats()
             row |= self._place(f"videos/{key}")
-            row[f"videos/{key}/from_timestamp"] = (start - self._file_start) / self.fps
-            row[f"videos/{key}/to_timestamp"] = (start - self._file_start + length) / self.fps
+            row[f"videos/{key}/from_timestamp"] = (start - self._open.start) / self.fps
+            row[f"videos/{key}/to_timestamp"] = (start - self._open.start + length) / self.fps
         for name, values in stats.items():
             row |= {f"stats/{name}/{statistic}": value for statistic, value in values.items()}
-        self._episodes.append(row)
+        self._open.rows.append(row)
         self._num_episodes += 1
         self.num_frames += length
-        if self._is_full():
+        if self._open.is_full():
             self._finish_file()
 
     def _columns(self, episode: DemoEpisode, number: int) -> dict[str, Array]:
@@ -185,33 +207,24 @@ class LeRobotWriter(DatasetWriter):
         return path
 
     def _encoder(self, key: str, height: int, width: int) -> VideoEncoder:
-        if key not in self._encoders:
+        if key not in self._open.encoders:
             path = self._path(layout.VIDEO_PATH, video_key=key)
-            self._encoders[key] = VideoEncoder(path, height, width, self.fps, self.crf)
-        return self._encoders[key]
-
-    def _is_full(self) -> bool:
-        """Whether a file has reached the size at which the next one begins."""
-        sizes = (encoder.path.stat().st_size for encoder in self._encoders.values() if encoder.path.exists())
-        videos_full = max(sizes, default=0) >= layout.VIDEO_FILE_MB * layout.MEGABYTE
-        return videos_full or self._data_bytes >= layout.DATA_FILE_MB * layout.MEGABYTE
+            self._open.encoders[key] = VideoEncoder(path, height, width, self.fps, self.crf)
+        return self._open.encoders[key]
 
     def _finish_file(self) -> None:
-        if not self._rows:
+        written = self._open
+        if not written.columns:
             return
-        columns = {name: np.concatenate([row[name] for row in self._rows]) for name in self._rows[0]}
+        columns = {name: np.concatenate([each[name] for each in written.columns]) for name in written.columns[0]}
         table = self._pa.table({name: self._array(values) for name, values in columns.items()})
         self._pq.write_table(table, self._path(layout.DATA_PATH), write_page_checksum=True)
-        episodes = self._pa.Table.from_pylist(self._episodes)
+        episodes = self._pa.Table.from_pylist(written.rows)
         self._pq.write_table(episodes, self._path(layout.EPISODES_PATH), write_page_checksum=True)
-        for encoder in self._encoders.values():
+        for encoder in written.encoders.values():
             encoder.close()
-        self._rows = []
-        self._episodes = []
-        self._encoders = {}
-        self._data_bytes = 0
         self._file += 1
-        self._file_start = self.num_frames
+        self._open = _OpenFile(start=self.num_frames)
 
     def _array(self, values: Array) -> Any:
         """Return a column: numbers, or fixed-size lists for features with several dimensions."""
@@ -234,7 +247,8 @@ class LeRobotWriter(DatasetWriter):
     def _restore(self, state: Fields) -> None:
         self._file = state.integer("file")
         self._num_episodes = state.integer("episodes")
-        self.num_frames = self._file_start = state.integer("frames")
+        self.num_frames = state.integer("frames")
+        self._open = _OpenFile(start=self.num_frames)
         self._fps = state.integer("fps", low=1)
         self._features = dict(state.fields("features").content)
         tasks = state.fields("tasks")
@@ -297,5 +311,5 @@ class LeRobotWriter(DatasetWriter):
         return table.replace_schema_metadata({"pandas": json.dumps(pandas)})
 
     def _stop(self) -> None:
-        for encoder in self._encoders.values():
+        for encoder in self._open.encoders.values():
             encoder.abort()

@@ -16,8 +16,3 @@ FSDP = EngineSpec(
     description="one training process for each device, with sharded weights",
     shards=True,
 )
-REMOTE = EngineSpec(
-    name="remote",
-    rollout="embodrl.hybrid_engines.rollout.remote:make_remote",
-    description="acts by policy servers, which take the published weights",
-)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
     from embodrl.config.schema import ModelConfig
-    from embodrl.models.base import LoadReport, VLAPolicy
-
+    from embodrl.models.base import VLAPolicy
+from embodrl.models.load_report import LoadReport
 
 FAMILIES = {
     "openvla": "embodrl.models.openvla.spec:SPEC",

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal
 
@@ -93,6 +94,39 @@ class TimeLeft:
         return f"{_duration(max(0.0, left - (time.monotonic() - self._noted_s)))}{unknown}"
 
 
+@dataclass
+class _Phase:
+    """What the run does now, and how much of it is done; ``total`` is 0 if unknown."""
+
+    text: str = "starting"
+    total: int = 0
+    unit: str = ""
+    done: int = 0
+    start_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        seconds = _duration(time.monotonic() - self.start_s)
+        # An evaluation stops before its last possible chunk if its episodes end earlier.
+        share = f" {min(self.done, self.total)}/{self.total} {self.unit}" if self.total else ""
+        return f"{self.text}{share}, {seconds}"
+
+
+@dataclass
+class _Success:
+    """Success rates of the run so far: of rollouts, of evaluations, and the interval of the last evaluation."""
+
+    train: list[float] = field(default_factory=list[float])
+    eval: list[float] = field(default_factory=list[float])
+    interval: str = ""
+
+    def note(self, row: Mapping[str, MetricValue]) -> None:
+        for value, history in ((_started(row), self.train), (row.get("eval/success_rate"), self.eval)):
+            if is_number(value):
+                history.append(float(value))
+        if found := eval_interval(row):
+            self.interval = f" [{100 * found[0]:.0f}, {100 * found[1]:.0f}]"
+
+
 class Console:
     """Shows a run.
 
@@ -115,16 +149,11 @@ class Console:
         self.total_iterations = total_iterations
         self.name = without_controls(name)
         self._row: dict[str, MetricValue] = {}
-        self._train: list[float] = []
-        self._eval_interval = ""
-        self._eval: list[float] = []
+        self._success = _Success()
         self._left = TimeLeft(total_iterations, evaluations_after)
         self._messages: deque[str] = deque(maxlen=6)
-        self._phase = "starting"
-        self._done = 0
-        self._total = 0
-        self._unit = ""
-        self._start_s = self._phase_start_s = self._printed_s = time.monotonic()
+        self._phase = _Phase()
+        self._start_s = self._printed_s = time.monotonic()
         self._earlier_s = 0.0
         self._live: Live | None = None
 
@@ -150,7 +179,7 @@ class Console:
 
     def late(self, row: Mapping[str, MetricValue]) -> None:
         """Show a late result of an asynchronous evaluation."""
-        self._note_success(row)
+        self._success.note(row)
         found = eval_interval(row)
         interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
         rate = row.get("eval/success_rate")
@@ -162,27 +191,21 @@ class Console:
 
         ``chunks`` is the upper bound on calls of ``advance``; 0 if unknown.
         """
-        self._phase = text
-        self._done = 0
-        self._total = chunks
-        self._unit = "chunks"
-        self._phase_start_s = time.monotonic()
+        self._phase = _Phase(text, chunks, "chunks")
         self._refresh()
 
     def advance(self) -> None:
-        self._done += 1
+        self._phase.done += 1
         self._print_phase()
 
     def step(self, done: int, total: int) -> None:
-        self._done = done
-        self._total = total
-        self._unit = "updates"
+        self._phase = replace(self._phase, done=done, total=total, unit="updates")
         self._print_phase()
 
     def _print_phase(self) -> None:
-        if self.mode == "plain" and time.monotonic() - max(self._printed_s, self._phase_start_s) >= PLAIN_INTERVAL_S:
+        if self.mode == "plain" and time.monotonic() - max(self._printed_s, self._phase.start_s) >= PLAIN_INTERVAL_S:
             done = self._number("iteration")
-            self._print(f"iter {done:.0f}/{self.total_iterations} done, now {self._phase_text()}")
+            self._print(f"iter {done:.0f}/{self.total_iterations} done, now {self._phase}")
 
     def message(self, text: str) -> None:
         """Show a permanent line, such as the path of a checkpoint."""
@@ -215,27 +238,14 @@ class Console:
 
     def _absorb(self, row: Mapping[str, MetricValue]) -> None:
         self._row = dict(row)
-        self._note_success(row)
+        self._success.note(row)
         self._left.note(self._row)
-
-    def _note_success(self, row: Mapping[str, MetricValue]) -> None:
-        for value, history in ((_started(row), self._train), (row.get("eval/success_rate"), self._eval)):
-            if is_number(value):
-                history.append(float(value))
-        if found := eval_interval(row):
-            self._eval_interval = f" [{100 * found[0]:.0f}, {100 * found[1]:.0f}]"
 
     def _number(self, name: str) -> float:
         return number(self._row, name)
 
     def _has(self, name: str) -> bool:
         return is_number(self._row.get(name))
-
-    def _phase_text(self) -> str:
-        seconds = _duration(time.monotonic() - self._phase_start_s)
-        # An evaluation stops before its last possible chunk if its episodes end earlier.
-        share = f" {min(self._done, self._total)}/{self._total} {self._unit}" if self._total else ""
-        return f"{self._phase}{share}, {seconds}"
 
     def _steps_per_s(self) -> str:
         name = "time/env_steps_per_s"
@@ -275,12 +285,15 @@ class Console:
         eta = self._left.text()
         progress.append(f"ETA {eta}" if eta else "")
         head.add_row("env-steps", "   ".join(part for part in progress if part))
-        head.add_row("now", Text(self._phase_text(), style="italic"))
+        head.add_row("now", Text(str(self._phase), style="italic"))
 
         success = Table.grid(padding=(0, 2))
-        for label, history, style in (("success", self._train, "yellow"), ("eval", self._eval, "bold yellow")):
+        for label, history, style in (
+            ("success", self._success.train, "yellow"),
+            ("eval", self._success.eval, "bold yellow"),
+        ):
             if history:
-                more = "" if label == "success" else self._eval_interval
+                more = "" if label == "success" else self._success.interval
                 success.add_row(label, Text(sparkline(history), style=style), f"{100 * history[-1]:.1f} %{more}")
 
         split = Table.grid(padding=(0, 2))

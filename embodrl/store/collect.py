@@ -41,7 +41,7 @@ from embodrl.storage.json_file import write_text_file
 from embodrl.store.config import store_settings
 from embodrl.store.lease import Lease
 from embodrl.store.parts import DONE, open_store
-from embodrl.store.shards import ShardWriter
+from embodrl.store.shards import ShardSize, ShardWriter
 from embodrl.store.store import Retry, Store
 from embodrl.store.weights import download_versions
 from embodrl.trainer.stop import StopSignal
@@ -327,9 +327,9 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         lease.take(say)  # first, since ShardWriter continues after the store's newest shard
         closing.callback(lease.stop)
         lease.keep()
-        sizes = (settings.episodes_per_shard, settings.shard_s)
+        size = ShardSize(settings.episodes_per_shard, settings.shard_s)
         meta = {REWARDS: reward_settings(config)}
-        shards = ShardWriter(store, spool, settings.collector, make_writer, *sizes, meta)
+        shards = ShardWriter(store, spool, settings.collector, make_writer, size, meta)
         closing.callback(Retry(logger.warning), lease.release)  # not if another process owns the spool
         closing.callback(shards.close)
         engine = make_acting(config)

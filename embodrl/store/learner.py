@@ -33,7 +33,7 @@ class PublishedWeights:
     """
 
     def __init__(self, store: Store, directory: Path, policy: VLAPolicy) -> None:
-        self._store = store
+        self.store = store
         self._directory = directory
         self._sender = DiskSender(directory, trained_names(policy))
         self._retry = Retry(logger.warning)
@@ -52,7 +52,7 @@ class PublishedWeights:
 
     def _upload(self) -> None:
         def upload() -> bool:
-            upload_versions(self._store, self._directory)
+            upload_versions(self.store, self._directory)
             return True
 
         self._is_behind = not self._retry(upload, default=False)
@@ -61,8 +61,8 @@ class PublishedWeights:
         """Mark in the store that no further weights will come; retried until it succeeds or the run is to stop."""
 
         def mark() -> bool:
-            upload_versions(self._store, self._directory)
-            self._store.put_note(DONE, {"version": step})
+            upload_versions(self.store, self._directory)
+            self.store.put_note(DONE, {"version": step})
             return True
 
         while not self._retry(mark, default=False) and not is_to_stop():
@@ -78,7 +78,6 @@ class StoreLearner(ImitationLearner):
         policy: VLAPolicy,
         engine: TrainEngine,
         batches: FollowedBatches,
-        store: Store,
         weights: PublishedWeights,
         hooks: ImitationHooks,
     ) -> None:
@@ -86,7 +85,6 @@ class StoreLearner(ImitationLearner):
         pauses = (config.sft.log_interval, self.settings.publish_interval, config.sft.eval_interval)
         super().__init__(config, policy, engine, batches, pauses, hooks)
         self.followed = batches
-        self.store = store
         self.weights = weights
         self._retry = Retry(logger.warning)
         self._next_look = 0.0
@@ -120,6 +118,6 @@ class StoreLearner(ImitationLearner):
 
     def remove_used(self) -> None:
         """Remove shards that are no longer needed, except the newest of each collector."""
-        names = self.store.names(EPISODES)
+        names = self.weights.store.names(EPISODES)
         for name in set(names).intersection(self.followed.finished()).difference(newest_of_each(names)):
-            self.store.remove(name)
+            self.weights.store.remove(name)

@@ -43,13 +43,33 @@ def newest_of_each(names: Sequence[str]) -> set[str]:
     return set({place_of(name)[0]: name for name in own}.values())
 
 
+@dataclass(frozen=True)
+class ShardSize:
+    """When a shard is complete: after so many episodes, or after so many seconds with fewer."""
+
+    episodes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EpisodeFilter:
+    """The episodes that are used; the others are only counted.
+
+    Attributes:
+        successes_only: no failed ones.
+        corrections_only: none without corrections.
+    """
+
+    successes_only: bool
+    corrections_only: bool = False
+
+
 class ShardWriter:
     """Writes the episodes of one collector.
 
     Args:
         spool: directory of this collector alone, on a disk that outlives the process.
         make_writer: returns the writer of a dataset in a directory, resuming an interrupted one.
-        longest_s: seconds after which a shard with fewer is complete.
         meta: further entries of ``embodrl.json`` of a shard.
 
     Attributes:
@@ -62,8 +82,7 @@ class ShardWriter:
         spool: Path,
         collector: str,
         make_writer: Callable[[Path], LeRobotWriter],
-        capacity: int,
-        longest_s: float,
+        size: ShardSize,
         meta: Mapping[str, object] | None = None,
     ) -> None:
         self._meta = dict(meta or {})
@@ -71,8 +90,7 @@ class ShardWriter:
         self._spool = spool
         self._collector = collector
         self._make_writer = make_writer
-        self._capacity = capacity
-        self._longest_s = longest_s
+        self._size = size
         self._ids: list[str] = []
         self._uploaded: set[Path] = set()
         self._since = time.monotonic()
@@ -112,7 +130,7 @@ class ShardWriter:
             self._writer.add(episode)
             self._ids.append(episode.id)
         self._writer.commit({"collector": dict(progress), "ids": self._ids})
-        if len(self._ids) >= self._capacity or time.monotonic() - self._since > self._longest_s:
+        if len(self._ids) >= self._size.episodes or time.monotonic() - self._since > self._size.seconds:
             self.finish(progress)
 
     def finish(self, progress: Mapping[str, object]) -> None:
@@ -163,8 +181,7 @@ class ShardReader:
         cache: directory for copies of them.
         cameras: cameras, in the order of the policy's.
         window: number of newest usable episodes kept.
-        successes_only: count failed episodes, but do not use them.
-        corrections_only: count episodes without corrections, but do not use them.
+        wanted: episodes to use.
 
     Attributes:
         shards: names of the shards read so far, in order.
@@ -179,16 +196,14 @@ class ShardReader:
         cameras: Sequence[str],
         size: tuple[int, int],
         window: int,
-        successes_only: bool,
-        corrections_only: bool = False,
+        wanted: EpisodeFilter,
     ) -> None:
         self._store = store
         self._cache = cache
         self._cameras = cameras
         self._size = size
         self._window = window
-        self._successes_only = successes_only
-        self._corrections_only = corrections_only
+        self._wanted = wanted
         self.shards: list[str] = []
         self.ids: set[str] = set()
         self._parts: list[_Part] = []
@@ -273,8 +288,8 @@ class ShardReader:
         if len(ids) != len(demos.success):
             raise StoreError(f"{name} has {len(demos.success)} episodes and {len(ids)} ids", code="store-damaged")
         fresh = [number for number, one in enumerate(ids) if one in expected and one not in self.ids]
-        wanted = [number for number in fresh if demos.success[number] or not self._successes_only]
-        if self._corrections_only:
+        wanted = [number for number in fresh if demos.success[number] or not self._wanted.successes_only]
+        if self._wanted.corrections_only:
             corrected = set[int]() if demos.acted_by is None else set(demos.episode[demos.acted_by != POLICY].tolist())
             wanted = [number for number in wanted if number in corrected]
         self.ids.update(ids[number] for number in fresh)

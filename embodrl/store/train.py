@@ -28,7 +28,7 @@ from embodrl.store.batches import FollowedBatches
 from embodrl.store.config import store_settings
 from embodrl.store.learner import PublishedWeights, StoreLearner
 from embodrl.store.parts import DONE, open_store
-from embodrl.store.shards import ShardReader
+from embodrl.store.shards import EpisodeFilter, ShardReader
 from embodrl.store.store import Store
 from embodrl.store.weights import newest_version
 from embodrl.trainer.files import LEAST_FREE_BYTES, POLICY_DIR, PUBLISHED_DIR
@@ -170,7 +170,6 @@ def _bring_up(
         policy,
         engine,
         batches,
-        store,
         PublishedWeights(store, directory / PUBLISHED_DIR, policy),
         make_hooks(session, policy, progress),
     )
@@ -191,8 +190,7 @@ def _reader(config: Config, store: Store, directory: Path) -> ShardReader:
         [camera.name for camera in cameras],
         (cameras[0].height, cameras[0].width),
         settings.window_episodes,
-        settings.successes_only,
-        settings.corrections_only,
+        EpisodeFilter(settings.successes_only, settings.corrections_only),
     )
 
 

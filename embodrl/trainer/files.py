@@ -19,13 +19,8 @@ from embodrl.fields import read_regular_file, unpack
 from embodrl.hybrid_engines.weight_sync.buckets import num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.lora import (
-    OWN_HEADS,
-    adapter_factors,
-    merged_state_dict,
-    rounds_when_merged,
-    save_adapters,
-)
+from embodrl.models.common.lora import OWN_HEADS, rounds_when_merged, save_adapters
+from embodrl.models.common.merging import adapter_factors, merged_state_dict
 from embodrl.pipelines.select import algorithm_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.reporting.metrics_file import MAX_BYTES as MAX_METRICS_BYTES

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embodrl.models.base import LoadReport
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openvla_oft import components
 from embodrl.tools.parity import openvla_oft as parity
 

@@ -227,7 +227,8 @@ def test_a_policy_without_a_method_is_named() -> None:
     import torch
 
     from embodrl.config.schema import ModelConfig
-    from embodrl.models.base import LoadReport, VLAPolicy
+    from embodrl.models.base import VLAPolicy
+    from embodrl.models.load_report import LoadReport
     from embodrl.models.registry import build_policy
 
     class Half(VLAPolicy):

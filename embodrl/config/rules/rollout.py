@@ -48,31 +48,3 @@ def evaluations_play_no_workflow(context: Context) -> Iterator[Finding]:
     if context.verb == "eval" and path is not None and context.origin(KEY).kind != "argument":  # noted for itself
         message = f"{KEY}={path} is not played: evaluations observe, act and execute chunks in all environments at once"
         yield Finding("env.eval", message, "compare it with evaluations alone, not with the training's own success")
-
-
-REMOTE = "rollout.remote.urls"
-
-
-@rule(BACKEND, REMOTE, "rollout.publish_weights", "runner.max_staleness", "rollout.own_process")
-def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
-    """Policy servers act for one training run in lockstep, which publishes its weights."""
-    config = context.config
-    deployment = context.deployment
-    if config.rollout.backend != "remote":
-        return
-    urls = config.rollout.remote.urls
-    if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-        message = f"has {len(urls)} URLs of servers, or some that are not http:// or https://"
-        yield Finding(REMOTE, message, "start `embodrl serve protocol=http`, and name it", "http://HOST:PORT, ...")
-    if context.verb not in ("train", "plan", None):
-        hint = f"{NATIVE}; `embodrl eval` of a server is model=remote"
-        yield Finding(BACKEND, f"`embodrl {context.verb}` has no rollout servers", hint, "native")
-    if not config.rollout.publish_weights:
-        message = "is false, and the servers take the weights from where they are published"
-        yield Finding("rollout.publish_weights", message, "set it to true, or add rollout=remote", "true")
-    if config.runner.max_staleness > 0:
-        message = "the servers act with the newest weights, in lockstep with the run"
-        yield Finding("runner.max_staleness", message, f"set it to 0, or {NATIVE}", "0", others=(BACKEND,))
-    if deployment is not None and deployment.rolls_out_in_processes:
-        message = "rollouts are in processes of their own, and servers act for the main process"
-        yield Finding(BACKEND, message, f"{NATIVE}, or leave out rollout.own_process", "native")

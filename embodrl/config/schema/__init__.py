@@ -20,7 +20,6 @@ from embodrl.config.schema.engines import (
     ActorConfig,
     FsdpConfig,
     OptimConfig,
-    RemoteRolloutConfig,
     RolloutConfig,
 )
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
@@ -88,7 +87,6 @@ __all__ = [
     "PositiveInt",
     "Ranks",
     "RecipeConfig",
-    "RemoteRolloutConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunnerConfig",

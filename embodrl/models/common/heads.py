@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 
 from embodrl.config.schema import ModelConfig
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.value_head import DrawnHead, FeatureTap, ValueHead
+from embodrl.models.load_report import LoadReport
 from embodrl.storage.files import write_safetensors
 
 logger = logging.getLogger(__name__)

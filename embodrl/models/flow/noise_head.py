@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common.heads import fill_head, ignore_head
 from embodrl.models.flow.flow import NoiseHead
 from embodrl.models.flow.flow_spec import FlowModelConfig
+from embodrl.models.load_report import LoadReport
 from embodrl.storage.files import write_safetensors
 
 NOISE_HEAD_FILE = "noise_head.safetensors"

@@ -16,7 +16,7 @@ from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.fields import Fields
-from embodrl.models.base import LoadReport, OffPolicyActor, VLAPolicy
+from embodrl.models.base import OffPolicyActor, VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.condition import signs_of
 from embodrl.models.common.config_file import CONFIG_FILE, check_family, read_file, size
@@ -28,6 +28,7 @@ from embodrl.models.common.sampling import standard_normal
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
 from embodrl.models.gaussian.spec import GaussianModelConfig
+from embodrl.models.load_report import LoadReport
 from embodrl.types import ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 DRAWN = "pre_tanh"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import OWN_SECTION
 from embodrl.models.common.heads import build_value_head
@@ -28,6 +27,7 @@ from embodrl.models.gr00t.processing import (
 )
 from embodrl.models.gr00t.robots import NEW_EMBODIMENT, Keys, choose_keys, choose_robot, identity_metadata
 from embodrl.models.gr00t.spec import Gr00tModelConfig
+from embodrl.models.load_report import LoadReport
 
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
 EAGLE_FILES = (

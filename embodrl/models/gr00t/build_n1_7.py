@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
@@ -34,6 +33,7 @@ from embodrl.models.gr00t.processing import (
 from embodrl.models.gr00t.robots import NEW_EMBODIMENT, RobotStats
 from embodrl.models.gr00t.sidecars import PROCESSOR_FILE, with_statistics
 from embodrl.models.gr00t.spec import Gr00tN17ModelConfig
+from embodrl.models.load_report import LoadReport
 
 IMAGE_START = "<|vision_start|>"
 IMAGE_TOKEN = "<|image_pad|>"

@@ -19,7 +19,7 @@ from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.flow.flow import NoiseHead, Velocity, reversed_velocity

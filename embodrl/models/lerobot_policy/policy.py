@@ -19,11 +19,11 @@ from torch import Tensor
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
-from embodrl.models.base import LoadReport
 from embodrl.models.common.acting import ActingPolicy
 from embodrl.models.common.checkpoint import resolve
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.lerobot_policy.spec import LeRobotConfig
+from embodrl.models.load_report import LoadReport
 from embodrl.processes import bootstrap
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError

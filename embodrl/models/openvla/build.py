@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
 from embodrl.models.common.heads import build_value_head
@@ -19,6 +18,7 @@ from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import ActionStats, choose_stats, given_sets, identity_stats
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.common.value_head import ValueHead
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openvla.config import STATISTICS_FILE, OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel, init_weights
 from embodrl.models.openvla.policy import OpenVLAPolicy

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from embodrl.models.common.attention import attention
 from embodrl.models.common.llama import LlamaLayer, causal_mask, last_rows, rotary, token_positions
-from embodrl.models.common.lora import adapter_factors, linear_weight
+from embodrl.models.common.merging import adapter_factors, linear_weight
 from embodrl.models.openvla.modeling import OpenVLAModel
 
 FUSE_BELOW_HIDDEN = 1024

@@ -15,7 +15,7 @@ from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix
 from embodrl.models.common.llama import Attention as LlamaAttention
 from embodrl.models.common.llama import Llama, causal_mask, token_positions
 from embodrl.models.common.llama import RMSNorm as LlamaRMSNorm
-from embodrl.models.common.lora import linear_weight
+from embodrl.models.common.merging import linear_weight
 from embodrl.models.common.vit import Block, LayerScale, VisionTransformer, VitAttention
 from embodrl.models.openvla.config import OpenVLAConfig
 

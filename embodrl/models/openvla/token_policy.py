@@ -24,7 +24,7 @@ from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats, stats_content
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.sampling import action_entropy, action_log_probs, smoothed_targets

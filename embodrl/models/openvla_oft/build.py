@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openvla.build import ModelParts, build_parts, resize_filter
 from embodrl.models.openvla_oft.components import (
     ACTION_HEAD,

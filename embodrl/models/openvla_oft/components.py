@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from embodrl.errors import PolicyFileError
 from embodrl.fields import check_regular_file
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.load_report import LoadReport
 
 PROPRIO = "proprio_projector"
 ACTION_HEAD = "action_head"

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.gripper import to_environment, to_model
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
 from embodrl.models.common.sampling import draw, expected, exponential_noise
 from embodrl.models.common.value_head import ValueHead

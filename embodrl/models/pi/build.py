@@ -9,13 +9,13 @@ import torch
 
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.fields import Fields
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of, read_file
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.flow.noise_head import build_noise_head
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openpi.config import Normalization, PiConfig, Variant
 from embodrl.models.openpi.conventions import with_conventions
 from embodrl.models.openpi.processing import PiProcessor

@@ -10,33 +10,42 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
+from embodrl.models.flow.expert_policy import ExpertPolicy
 from embodrl.models.openpi.config import PUBLIC
+from embodrl.models.openpi.processing import PiProcessor
 from embodrl.models.openpi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, write_pipeline
 from embodrl.models.openpi.tokenizer import PALIGEMMA
 from embodrl.models.openpi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
-from embodrl.models.pi.policy import PiPolicy
+from embodrl.models.pi.modeling import PiModel
 
 STATE = "observation.state"
 ACTION = "action"
 IMAGES = "observation.images."
 _CODE = "lerobot-can-not-express"
 Step = tuple[str, dict[str, object]]
+Policy = ExpertPolicy[PiModel, PiProcessor]
 
 
-def save_lerobot(policy: PiPolicy, directory: Path, cameras: Sequence[str]) -> list[str]:
-    """Write lerobot's layout (0.5 and later); see ``VLAPolicy.save_lerobot``. Value and noise heads are omitted."""
+def save_lerobot(
+    policy: Policy, state: dict[str, Tensor], stats: PiStats, directory: Path, cameras: Sequence[str]
+) -> list[str]:
+    """Write lerobot's layout (0.5 and later); see ``VLAPolicy.save_lerobot``. Value and noise heads are omitted.
+
+    ``state`` has the weights by public names, ``stats`` the statistics of the robot.
+    """
     _check(policy)
     config = policy.model.config
     with checkpoint.policy_directory(directory) as staging:
-        state = policy.public_state()
         state[TIED_TO_EMBEDDING] = state.pop(EMBEDDING)  # lerobot derives the embedding from it
         named = {LEROBOT_PREFIX + name: tensor for name, tensor in state.items()}
         checkpoint.save_weights(named, staging, one_file=True)
-        checkpoint.write_json(staging / CONFIG_FILE, _config(policy, cameras))
-        _write_processors(policy, staging)
+        checkpoint.write_json(staging / CONFIG_FILE, _config(policy, stats, cameras))
+        _write_processors(policy, stats, staging)
         policy.processor.tokenizer.save(staging)
     size = config.siglip.image_size
     notes = [f"lerobot reads the images {', '.join(IMAGES + name for name in cameras)}, in this order"]
@@ -49,7 +58,7 @@ def save_lerobot(policy: PiPolicy, directory: Path, cameras: Sequence[str]) -> l
     return notes
 
 
-def _check(policy: PiPolicy) -> None:
+def _check(policy: Policy) -> None:
     config = policy.model.config
     problems = {
         f"its actions are relative to {config.relative_dims} dimensions of the state": config.relative_dims,
@@ -67,17 +76,17 @@ def _check(policy: PiPolicy) -> None:
         )
 
 
-def _features(policy: PiPolicy) -> tuple[dict[str, object], dict[str, object]]:
-    stats = fields_of(policy.robot_stats.raw, policy.robot_stats.key).fields("state", {})
+def _features(policy: Policy, robot_stats: PiStats) -> tuple[dict[str, object], dict[str, object]]:
+    stats = fields_of(robot_stats.raw, robot_stats.key).fields("state", {})
     lengths = [len(stats.items(name)) for name in ("mean", "q01") if name in stats]
     state_dim = min([*lengths, policy.model.config.max_action_dim])
     state: dict[str, object] = {STATE: {"type": "STATE", "shape": [state_dim]}}
     return state, {ACTION: {"type": "ACTION", "shape": [policy.action_dim]}}
 
 
-def _config(policy: PiPolicy, cameras: Sequence[str]) -> dict[str, object]:
+def _config(policy: Policy, robot_stats: PiStats, cameras: Sequence[str]) -> dict[str, object]:
     config = policy.model.config
-    (state, action) = _features(policy)
+    (state, action) = _features(policy, robot_stats)
     size = config.siglip.image_size
     pictures = {IMAGES + name: {"type": "VISUAL", "shape": [3, size, size]} for name in cameras}
     return {
@@ -100,14 +109,14 @@ def _config(policy: PiPolicy, cameras: Sequence[str]) -> dict[str, object]:
     }
 
 
-def _modes(policy: PiPolicy) -> dict[str, str]:
+def _modes(policy: Policy) -> dict[str, str]:
     methods = policy.model.config.normalization
     return {"VISUAL": "IDENTITY", "STATE": methods.state.upper(), "ACTION": methods.actions.upper()}
 
 
-def _write_processors(policy: PiPolicy, directory: Path) -> None:
+def _write_processors(policy: Policy, robot_stats: PiStats, directory: Path) -> None:
     config = policy.model.config
-    (state, action) = _features(policy)
+    (state, action) = _features(policy, robot_stats)
     modes = _modes(policy)
     normalizer: dict[str, object] = {
         "eps": config.normalization.eps,
@@ -130,7 +139,7 @@ def _write_processors(policy: PiPolicy, directory: Path) -> None:
         steps = [*begin, normalize, ("pi05_prepare_state_tokenizer_processor_step", {}), tokenize, move]
     else:
         steps = [*begin, ("pi0_new_line_processor", {}), tokenize, move, normalize]
-    stats = _with_range_eps(policy.robot_stats, config.normalization.eps)
+    stats = _with_range_eps(robot_stats, config.normalization.eps)
     write_pipeline(directory, LEROBOT_FILE, steps, stats)
     unnormalize: Step = ("unnormalizer_processor", normalizer | {"features": action})
     write_pipeline(directory, LEROBOT_AFTER_FILE, [unnormalize, move], stats)

@@ -17,7 +17,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.heads import save_heads
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.flow.expert_policy import ExpertPolicy
@@ -29,6 +29,7 @@ from embodrl.models.openpi.processing import PiProcessor
 from embodrl.models.openpi.stats import ASSETS, STATS_FILE, PiStats
 from embodrl.models.openpi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.models.openpi.weights import in_float32, neutral_norm, public_state
+from embodrl.models.pi.lerobot import save_lerobot
 from embodrl.models.pi.modeling import PiContext, PiModel
 from embodrl.types import Observation
 
@@ -85,9 +86,7 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         return actions + self._offset(actions, observation)
 
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
-        from embodrl.models.pi.lerobot import save_lerobot
-
-        return save_lerobot(self, directory, cameras)
+        return save_lerobot(self, self.public_state(), self.robot_stats, directory, cameras)
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
         parts = self.parts()

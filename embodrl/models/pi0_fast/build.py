@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of, read_file
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openpi.conventions import with_lerobots_age
 from embodrl.models.openpi.stats import PiStats, choose, identity_set, read_lerobot
 from embodrl.models.openpi.tokenizer import load_tokenizer, tiny_tokenizer

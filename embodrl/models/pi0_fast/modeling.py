@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.init import init_linears
-from embodrl.models.common.lora import linear_weight
+from embodrl.models.common.merging import linear_weight
 from embodrl.models.flow.gemma import GemmaLayer, GemmaModel, KeysValues, Rotary, full_precision, rotary
 from embodrl.models.openpi.paligemma import PaliGemmaModel, token_places
 from embodrl.models.pi0_fast.config import FastConfig

@@ -23,7 +23,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.heads import save_heads
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.sampling import action_entropy, action_log_probs, draw, exponential_noise
 from embodrl.models.common.value_head import ValueHead, masked_mean

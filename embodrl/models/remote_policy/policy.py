@@ -15,8 +15,8 @@ import torch
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import RemotePolicyError
-from embodrl.models.base import LoadReport
 from embodrl.models.common.acting import ActingPolicy
+from embodrl.models.load_report import LoadReport
 from embodrl.models.remote_policy.spec import RemoteConfig, client_of
 from embodrl.serving.wire.clients import Client
 from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from embodrl.config.schema import ModelConfig, SmallActorConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
-from embodrl.models.base import LoadReport, VLAPolicy
+from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.sampling import standard_normal
@@ -31,6 +31,7 @@ from embodrl.models.common.value_head import FeatureTap, ValueHead, keep_prefix
 from embodrl.models.flow.flow_policy import FlowPolicy
 from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
 from embodrl.models.gaussian.policy import GaussianPolicy, padded_state
+from embodrl.models.load_report import LoadReport
 from embodrl.models.small_actors.rl_token import RLToken, RLTokenSpec
 from embodrl.specs import MODELS
 from embodrl.storage.files import write_safetensors

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.flow.noise_head import build_noise_head
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openpi.config import Normalization
 from embodrl.models.openpi.stats import choose, identity_set
 from embodrl.models.openpi.tokenizer import tiny_tokenizer

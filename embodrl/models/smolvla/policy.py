@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.heads import save_heads
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.flow.expert_policy import ExpertPolicy

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from embodrl.config.schema import model_settings
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.public_layout import PublicLayout
+from embodrl.models.load_report import LoadReport
 from embodrl.models.registry import build_policy
 from embodrl.reporting.progress import Progress
 from embodrl.storage.atomic import ELSEWHERE, write_file

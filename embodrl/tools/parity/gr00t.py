@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.gr00t.action_head import FlowActionHead
 from embodrl.models.gr00t.config import ActionHeadSpec
 from embodrl.models.gr00t.dit import TransformerSpec
+from embodrl.models.load_report import LoadReport
 from embodrl.tools.parity.common import (
     CPU,
     INPUTS_FILE,

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.flow.flow import integrate, reversed_velocity
 from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.sidecars import identity_sidecars
+from embodrl.models.load_report import LoadReport
 from embodrl.tools.parity.common import (
     CHAIN_TOLERANCE,
     CPU,

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.checkpoint import SINGLE_FILE, load_strict, stored_shapes
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.common.norm_stats import choose_stats
 from embodrl.models.common.vit import VitSpec
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.modeling import OpenVLAModel

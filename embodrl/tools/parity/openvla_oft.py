@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
 from embodrl.models.common.norm_stats import choose_stats
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openvla_oft.components import (
     ACTION_HEAD,
     PROPRIO,

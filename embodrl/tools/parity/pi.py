@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.flow.flow import accumulated_times
 from embodrl.models.flow.gemma import GemmaSpec
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openpi.config import PiConfig
 from embodrl.models.openpi.weights import aliases_and_ignored
 from embodrl.models.pi.modeling import PiModel

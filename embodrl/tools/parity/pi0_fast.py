@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict, stored_shapes
 from embodrl.models.common.config_file import CONFIG_FILE
+from embodrl.models.load_report import LoadReport
 from embodrl.models.pi0_fast.config import FastConfig
 from embodrl.models.pi0_fast.files import aliases, is_tied
 from embodrl.models.pi0_fast.modeling import FastModel

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict, stored_shapes
 from embodrl.models.common.config_file import CONFIG_FILE
+from embodrl.models.load_report import LoadReport
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.models.smolvla.files import aliases_and_ignored
 from embodrl.models.smolvla.modeling import SmolVlaModel

@@ -9,9 +9,10 @@ import pytest
 import torch
 from served import TOKEN, MeanPolicy, served
 
-from embodrl.config.schema import Config, RemoteRolloutConfig, RolloutConfig
+from embodrl.config.schema import Config, RolloutConfig, with_sections
 from embodrl.errors import RemotePolicyError
-from embodrl.hybrid_engines.rollout.remote import RemoteRolloutEngine
+from embodrl.hybrid_engines.rollout.remote.engine import RemoteRolloutEngine
+from embodrl.hybrid_engines.rollout.remote.spec import RemoteRolloutConfig
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.types import Observation, PolicyOutput
 
@@ -78,7 +79,8 @@ def servers(monkeypatch, *ports: int, count: int = 1):
 
 def engine(urls, weights, **settings) -> RemoteRolloutEngine:
     remote = RemoteRolloutConfig(urls=tuple(urls), **settings)
-    rollout = RolloutConfig(backend="remote", remote=remote, publish_weights=True)
+    settings_class = with_sections(RolloutConfig, {"remote": RemoteRolloutConfig})
+    rollout = settings_class.model_validate({"backend": "remote", "remote": remote, "publish_weights": True})
     return RemoteRolloutEngine(Drawing(), rollout, Config().algorithm.sampling, 3, weights_dir=weights)
 
 
@@ -164,7 +166,7 @@ def test_where_no_server_is_left_the_run_waits_for_one(tmp_path, monkeypatch):
 
 def test_what_can_not_go_on_is_an_error(tmp_path, monkeypatch):
     with servers(monkeypatch) as (urls, _):
-        monkeypatch.setattr("embodrl.hybrid_engines.rollout.remote._PAUSE_S", 0.0)
+        monkeypatch.setattr("embodrl.hybrid_engines.rollout.remote.engine._PAUSE_S", 0.0)
         acting = engine(urls, tmp_path / "nothing")
         with pytest.raises(RemotePolicyError) as raised:  # no weights are there
             acting.act(seen(1), False)

@@ -15,9 +15,9 @@ from tiny_families import FAMILIES, NETWORKS, STATE_DIM, build, generator, obser
 
 from embodrl.config import load_config
 from embodrl.errors import ConfigError
-from embodrl.models.base import LoadReport
 from embodrl.models.common.adapters import adapter_names
-from embodrl.models.common.lora import ADAPTER, merged_state_dict
+from embodrl.models.common.merging import ADAPTER, merged_state_dict
+from embodrl.models.load_report import LoadReport
 from embodrl.models.registry import build_policy
 from embodrl.types import SamplingParams
 

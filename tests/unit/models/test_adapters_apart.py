@@ -18,7 +18,7 @@ from tiny_families import NETWORKS, observation, tiny_config
 from embodrl.config import load_config
 from embodrl.errors import OutputError
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common import lora
+from embodrl.models.common import lora, merging
 from embodrl.models.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from embodrl.models.registry import build_policy
 from embodrl.runs.policies import _weights_of
@@ -79,7 +79,7 @@ def test_merged_weights_are_not_rounded(tmp_path: Path) -> None:
     layer = policy.model.get_submodule(name)
     product = 1.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     base = layer.base_layer.weight
-    merged = lora.merged_state_dict(policy.model)[f"{name}.weight"]
+    merged = merging.merged_state_dict(policy.model)[f"{name}.weight"]
     assert merged.dtype == torch.float32
     torch.testing.assert_close(merged, base.float() + product, rtol=0, atol=1e-7)
     kept = merged - base.float()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from embodrl.config import load_config
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.load_report import LoadReport
 from embodrl.models.registry import build_policy
 from embodrl.workers import policy as policy_worker
 

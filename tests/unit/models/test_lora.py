@@ -13,7 +13,7 @@ from tiny_families import NETWORKS, STATE_DIM, TOKEN_FAMILIES, build, generator,
 
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common import lora
+from embodrl.models.common import lora, merging
 from embodrl.models.openvla import decode
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
@@ -52,8 +52,8 @@ def test_a_layer_computes_what_the_paper_says():
     assert down.shape == (4, 32) and up.shape == (48, 4)
     want = x @ layer.base_layer.weight.T + 6 / 4 * (x @ down.T) @ up.T
     torch.testing.assert_close(layer(x), want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(x @ lora.linear_weight(layer).T, want, rtol=0, atol=1e-5)
-    torch.testing.assert_close(x @ lora.linear_weight(layer, slice(3, 9)).T, want[:, 3:9], rtol=0, atol=1e-5)
+    torch.testing.assert_close(x @ merging.linear_weight(layer).T, want, rtol=0, atol=1e-5)
+    torch.testing.assert_close(x @ merging.linear_weight(layer, slice(3, 9)).T, want[:, 3:9], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rank", "alpha", "scale"), [(4, None, 1.0), (64, None, 0.25), (8, 24, 3.0)])
@@ -138,7 +138,7 @@ def test_saving_merges_and_leaves_the_policy_alone(family, tmp_path):
 
 def test_merged_weights_are_the_sum(tmp_path):
     policy = adapted("openvla", lora={"rank": 2, "target_modules": ("q_proj",)})
-    merged, plain = lora.merged_state_dict(policy.model), build("openvla").model.state_dict()
+    merged, plain = merging.merged_state_dict(policy.model), build("openvla").model.state_dict()
     assert merged.keys() == plain.keys()
     for name, value in plain.items():
         assert torch.equal(merged[name], value) == (not name.endswith("q_proj.weight")), name
@@ -159,8 +159,8 @@ def test_weights_are_merged_one_by_one_when_written(family, tmp_path):
     for path in (tmp_path / "policy").glob("model*.safetensors"):
         written |= load_file(path)
     assert written.keys() == state.keys()
-    layers = {id(part): part for part in policy.model.modules() if lora.adapter_factors(part) is not None}
-    merged = [lora.linear_weight(layer).detach() for layer in layers.values()]
+    layers = {id(part): part for part in policy.model.modules() if merging.adapter_factors(part) is not None}
+    merged = [merging.linear_weight(layer).detach() for layer in layers.values()]
     for name, tensor in state.items():
         if tensor.is_meta:
             assert any(torch.equal(written[name], one) for one in merged if one.shape == tensor.shape), name
@@ -173,7 +173,7 @@ def test_precision_of_weights_and_adapters():
     config = tiny_config("openvla", trainable="lora", lora={"rank": 2})
     policy, _ = build_policy(config, device="cpu", dtype=torch.bfloat16, seed=3)
     assert {p.dtype for name, p in policy.named_parameters() if ".lora_" in name} == {torch.float32}
-    merged = lora.merged_state_dict(policy.model)
+    merged = merging.merged_state_dict(policy.model)
     assert merged["language_model.model.layers.0.mlp.up_proj.weight"].dtype == torch.float32
     assert merged["language_model.model.embed_tokens.weight"].dtype == torch.bfloat16
     output = policy.predict_action_batch(seen("openvla"), "train", SAMPLING, generator())

@@ -26,7 +26,7 @@ from test_openvla_layout import PUBLIC as OPENVLA
 from tokenizers import Tokenizer, models
 
 from embodrl.config.schema import model_settings
-from embodrl.models.base import LoadReport, VLAPolicy
+from embodrl.models.base import VLAPolicy
 from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
@@ -34,6 +34,7 @@ from embodrl.models.gr00t.config import Gr00tConfig
 from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openpi.config import PUBLIC as PI
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel

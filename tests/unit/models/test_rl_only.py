@@ -18,7 +18,8 @@ from embodrl.config.schema import ModelConfig
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.models.base import CHECKPOINTING, IMITATION, OPTIONAL, TRAINABLE_HEAD, VLAPolicy, lacking, require
 from embodrl.models.common.checkpoint import save_weights
-from embodrl.models.common.lora import merged_state_dict, target_names
+from embodrl.models.common.lora import target_names
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.registry import build_policy
 from embodrl.trainer import parts as run_parts
 from embodrl.trainer.imitation_parts import start_imitation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -98,3 +99,11 @@ def test_an_older_installation_may_still_list_entry_points(tmp_path: Path, monke
     assert entry_points(group="embodrl.verbs").select(name="gone")
     registry = Registry("verb", VERBS.cls, VERBS.group, "embodrl.cli.registry:VERBS")
     assert "gone" not in registry and registry.entry("list").name == "list"
+
+
+def test_no_folder_of_tests_passes_for_a_package_that_is_looked_for() -> None:
+    """pytest puts the folders of tests on ``sys.path``, where a folder is a namespace package of its name."""
+    sources = "".join(path.read_text() for path in (*ROOT.glob("embodrl/**/*.py"), *ROOT.glob("tests/helpers/*.py")))
+    wanted = set(re.findall(r"find_spec\(\"(\w+)", sources)) | {"mujoco", "gymnasium", "libero", "metaworld", "vllm"}
+    folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()}
+    assert not wanted & folders

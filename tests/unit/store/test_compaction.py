@@ -12,7 +12,7 @@ from embodrl.data.parquet import Table
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
 from embodrl.store import compaction
-from embodrl.store.shards import EPISODES, ShardReader, ShardWriter
+from embodrl.store.shards import EPISODES, EpisodeFilter, ShardReader, ShardSize, ShardWriter
 from embodrl.store.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
@@ -49,8 +49,9 @@ def spool(tmp_path_factory):
     directory = tmp_path_factory.mktemp("spool")
     store = Store(str(directory / "store"))
     store.create()
+    size = ShardSize(1, 1e9)
     shards = ShardWriter(
-        store, directory / "spool", "a", lambda path: LeRobotWriter(path, ["cam"], 10, resume=True), 1, 1e9
+        store, directory / "spool", "a", lambda path: LeRobotWriter(path, ["cam"], 10, resume=True), size
     )
     for number in NUMBERS:
         shards.add([episode(number)], {"next": number + 1})
@@ -71,7 +72,7 @@ def copy_of(spool: Store, url: str, tmp_path) -> Store:
 
 
 def reader(store, tmp_path, window=100) -> ShardReader:
-    return ShardReader(store, tmp_path / "cache", ["cam"], (SIZE, SIZE), window, successes_only=True)
+    return ShardReader(store, tmp_path / "cache", ["cam"], (SIZE, SIZE), window, EpisodeFilter(successes_only=True))
 
 
 def numbers(found: ShardReader) -> list[int]:

@@ -10,7 +10,7 @@ from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
 from embodrl.learners.replay import check_rewards, reward_settings
-from embodrl.store.shards import EPISODES, ShardReader, ShardWriter
+from embodrl.store.shards import EPISODES, EpisodeFilter, ShardReader, ShardSize, ShardWriter
 from embodrl.store.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
@@ -45,11 +45,11 @@ def writer(store, spool, capacity=2, name="a", meta=None) -> ShardWriter:
     def make(directory):
         return LeRobotWriter(directory, ["cam"], 10, resume=True)
 
-    return ShardWriter(store, spool, name, make, capacity, 1e9, meta)
+    return ShardWriter(store, spool, name, make, ShardSize(capacity, 1e9), meta)
 
 
 def reader(store, tmp_path, window=100, successes_only=True) -> ShardReader:
-    return ShardReader(store, tmp_path / "cache", ["cam"], (SIZE, SIZE), window, successes_only)
+    return ShardReader(store, tmp_path / "cache", ["cam"], (SIZE, SIZE), window, EpisodeFilter(successes_only))
 
 
 def numbers(found: ShardReader) -> list[int]:

@@ -260,17 +260,21 @@ def test_a_broken_function_stops_the_run(function: str, overrides: tuple[str, ..
 
 def test_no_more_calls_at_the_same_time_than_allowed() -> None:
     running, most = 0, 0
+    together = threading.Event()
 
     async def watched(_: Episode) -> float:
         nonlocal running, most
         running, most = running + 1, max(most, running + 1)
+        if most == 4:
+            together.set()
         await asyncio.to_thread(release.wait)
         running -= 1
         return 0.0
 
     calls_of = RewardCalls(watched, RewardConfig(max_concurrency=4, timeout_s=600.0))
     begun = [calls_of.start(episode_of(1)) for _ in range(9)]
-    release.set()  # none ends before all have been asked for
+    assert together.wait(60)
+    release.set()
     assert [call.result()[1] for call in begun] == [0] * 9 and most == 4
     calls_of.close()
 

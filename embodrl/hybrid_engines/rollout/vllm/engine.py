@@ -19,7 +19,7 @@ from embodrl.hybrid_engines.rollout.vllm.spec import VllmConfig
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.sampling import exponential_noise
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.types import Decoding, Observation, PolicyOutput

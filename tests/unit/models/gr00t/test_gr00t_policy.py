@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from embodrl.config.schema import ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError, HubError
 from embodrl.hub import HubName
-from embodrl.models.base import LoadReport
 from embodrl.models.flow import fetched_tokenizer as hub
 from embodrl.models.flow.flow_spec import FlowConfig, SiglipConfig
 from embodrl.models.gr00t import build as gr00t_build
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.spec import Gr00tArchitectureConfig, Gr00tModelConfig
+from embodrl.models.load_report import LoadReport
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 

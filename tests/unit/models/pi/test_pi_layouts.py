@@ -20,7 +20,7 @@ from embodrl.config import load_config
 from embodrl.data.statistics import RobotStatistics
 from embodrl.errors import CheckpointError, ConfigError
 from embodrl.fields import read_fields
-from embodrl.models.base import LoadReport
+from embodrl.models.load_report import LoadReport
 from embodrl.models.openpi import config as pi_config
 from embodrl.models.openpi.config import PUBLIC, PiConfig, Variant
 from embodrl.models.openpi.conventions import with_conventions

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import TINY
 
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.base import LoadReport
+from embodrl.models.load_report import LoadReport
 from embodrl.models.pi.build import build_pi, build_pi0, build_pi05
 from embodrl.models.pi.policy import PiPolicy
 from embodrl.models.pi.spec import PiModelConfig

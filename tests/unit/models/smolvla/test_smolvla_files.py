@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from tiny_families import build, generator, observation, tiny_config
 from torch.nn import functional as F
 
-from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.flow.flow import integrate
+from embodrl.models.load_report import LoadReport
 from embodrl.models.registry import build_policy
 from embodrl.models.smolvla.config import SmolVlaConfig, expert_mlp_dim
 from embodrl.models.smolvla.files import aliases_and_ignored

@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from embodrl.config.schema import RemoteRolloutConfig, RolloutConfig, SamplingConfig
+from embodrl.config.schema import RolloutConfig, SamplingConfig, section_in
 from embodrl.data.rng import RowGenerators
 from embodrl.errors import RemotePolicyError
 from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutParts
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, concat_outputs
+from embodrl.hybrid_engines.rollout.remote.spec import RemoteRolloutConfig
 from embodrl.models.base import VLAPolicy
 from embodrl.serving.wire import TOKEN_VARIABLE
 from embodrl.serving.wire.codec import openpi_default, openpi_envelope, pack, unpack
@@ -154,7 +155,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         weights_dir: Path,
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part, memory)
-        self._settings: RemoteRolloutConfig = config.remote
+        self._settings = section_in(config, "remote", RemoteRolloutConfig)
         seen = Path(self._settings.weights_dir or weights_dir)
         self._servers = [RolloutServer(url, seen, self._settings.request_timeout_s) for url in self._settings.urls]
         self._threads = ThreadPoolExecutor(len(self._servers), "rollout-server")
