@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: groups that all succeed or all fail teach nothing, so others take their places.
+"""DAPO's dynamic sampling: groups that all succeed or all fail carry no signal, so they are replaced.
 
 Shapes: T policy steps, B environments, C actions in a chunk.
 """
@@ -16,21 +16,21 @@ from embodrl.workers.collector import Collector
 def sample_mixed_groups(
     rollout: Collector, batch: TrajectoryBatch, iteration: int
 ) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-    """Return groups with both successes and failures, from further rollouts if need be.
+    """Return groups with both successes and failures, from further rollouts if needed.
 
-    DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Groups left over are dropped.
+    DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Surplus groups are dropped.
 
     Args:
-        rollout: that gathered the batch in this iteration.
-        batch: ``[T,B]``, all its groups.
-        iteration: the present one.
+        rollout: collector that gathered the batch in this iteration.
+        batch: ``[T,B]``, complete groups.
+        iteration: current iteration.
 
     Returns:
-        ``[T,B]`` of as many groups as the batch has, or fewer if ``algorithm.filter.max_resamples`` further rollouts
-        do not suffice; and the rollout's metrics, brought up to date.
+        ``[T,B]`` with as many groups as the batch, or fewer if ``algorithm.filter.max_resamples`` further rollouts do
+        not suffice; and the updated rollout metrics.
 
     Raises:
-        InterruptedError: the run is to stop.
+        InterruptedError: the run is stopping.
     """
     algorithm = rollout.config.algorithm
     size = algorithm.group_size
@@ -66,9 +66,8 @@ def sample_mixed_groups(
 
 
 def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
-    """Return ``float32[B / group_size]``: the part of a group's episodes that succeeded; lost ones do not count.
-
-    A group without episodes has a rate of 0.
+    """Return ``float32[B / group_size]``: success rate of each group, without lost episodes; 0 for a group without
+    episodes.
     """
     assert batch.success is not None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
