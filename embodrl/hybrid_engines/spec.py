@@ -1,4 +1,4 @@
-"""The engines without settings of their own, for the configuration: no torch here."""
+"""Specs of the engines without settings of their own: no torch here."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ FSDP = EngineSpec(
 REMOTE = EngineSpec(
     name="remote",
     rollout="embodrl.hybrid_engines.rollout.remote:make_remote",
-    description="acts by policy servers, which take the published weights",
+    description="acts through policy servers, which load the published weights",
 )

@@ -87,8 +87,8 @@ def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
     if kind == "memory" and far:
         machines = ", ".join(map(str, sorted(far)))
         raise EmbodrlError(
-            f"weight sync by memory needs trainer and rollout on one machine: machine {machines} has a rollout process and"
-            " no trainer",
+            f"weight sync by memory needs trainer and rollout on one machine: machine {machines} has a rollout process"
+            " and no trainer",
             "set rollout.weight_sync to auto, collective or disk",
             code="weight-sync-settings",
         )
