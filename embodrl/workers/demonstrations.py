@@ -248,9 +248,7 @@ class Attempts(Recorder):
 
 
 def collection_settings(config: Config, policy: RecordedPolicy | None) -> dict[str, object]:
-    """Return the settings that a collection's episodes depend on, by key; ``policy`` is the actor, null for the
-    experts.
-    """
+    """Return the settings that episodes depend on, by key; ``policy`` is the actor, null for the experts."""
     settings = settings_read(config, "collect" if policy is None else "record", _FREE)
     acting = {"policy": None} if policy is None else {"policy": policy.name, "policy.weights": policy.fingerprint}
     return {**acting, **settings}

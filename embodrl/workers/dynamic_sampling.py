@@ -66,9 +66,7 @@ def sample_mixed_groups(
 
 
 def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
-    """Return ``float32[B / group_size]``: success rate of each group, without lost episodes; 0 for a group without
-    episodes.
-    """
+    """Return success rates of groups, ``float32[B / group_size]``, without lost episodes; 0 without episodes."""
     assert batch.success is not None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
     known = ~episodes.lost

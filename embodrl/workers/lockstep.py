@@ -150,8 +150,7 @@ class LockstepRunner:
         self.play.begin(seeds, tasks)
 
     def branch(self, points: NDArray[np.int64], should_stop: Callable[[], bool]) -> int:
-        """Start all environments of a group where its first one, the leader, is after some chunks; call after
-        ``begin``.
+        """Move each group to its leader's (first environment's) state after some chunks; call after ``begin``.
 
         If the leader's episode ends earlier, they start at its last chunk, or at the reset. The way there is not
         recorded, but counts in episode returns and lengths.

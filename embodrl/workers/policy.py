@@ -192,9 +192,7 @@ def keep_freed_memory() -> None:
 
 
 def build_policy(config: Config, device: torch.device | None = None) -> VLAPolicy:
-    """Build or load the policy, and log how the checkpoint's names were mapped; ``device`` None uses the configured
-    one.
-    """
+    """Build or load the policy, and log the loaded names; ``device`` None uses the configured one."""
     device = resolve_device(config) if device is None else device
     policy, report = registry.build_policy(
         config.model, device=device, dtype=param_dtype(config), seed=config.runner.seed

@@ -293,8 +293,7 @@ class SendingWorker(Worker):
 
 
 class RemoteSender:
-    """The training processes send their own weights; the argument of ``send`` is ignored. Otherwise like
-    ``LocalSender``.
+    """The training processes send; the argument of ``send`` is ignored. Otherwise like ``LocalSender``.
 
     Args:
         group: group of ``SendingWorker``, launched with the pipes.

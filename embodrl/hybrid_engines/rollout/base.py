@@ -191,9 +191,7 @@ class RolloutEngine(ABC):
         )
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> PolicyOutput:
-        """Like ``decide`` with ``greedy``, continuing the chunks that robots are currently executing: see
-        ``VLAPolicy``.
-        """
+        """Like ``decide`` with ``greedy``, continuing chunks that robots are executing: see ``VLAPolicy``."""
         with self._lock:
             self.onload()
             with torch.no_grad(), autocast(self.precision, self.device):

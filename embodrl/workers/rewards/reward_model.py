@@ -174,8 +174,7 @@ def check_reward(model_dir: Path, directory: Path) -> Judged:
 
 
 def split(won: Flags, fitting: Fitting, kind: Kind, source: object) -> tuple[Flags, Flags]:
-    """Return the episodes ``bool[E]`` that calibrate the threshold and the ones that judge the model; none is trained
-    on.
+    """Return the held-out episodes ``bool[E]`` that calibrate the threshold, and the ones that judge the model.
 
     Raises:
         EmbodrlError: one outcome has too few episodes.
@@ -211,8 +210,7 @@ def ending(demos: Demos, won: Flags, window: int) -> Flags:
 
 
 def scaled_returns(demos: Demos, won: Flags) -> Tensor:
-    """Return ``float32[N]`` from -1 to 0: minus the remaining steps, minus the longest episode's length after a
-    failure.
+    """Return ``float32[N]`` from -1 to 0: minus the remaining steps; failures lose the longest length in addition.
 
     As in RECAP (arXiv 2511.14759, eq. 5), divided by the largest magnitude.
     """
@@ -248,9 +246,7 @@ def _fit_classifier(
 
 
 def best_threshold(scores: Scores, labels: Flags) -> float:
-    """Return the threshold that maximises sensitivity + specificity, midway between two scores; of ties, the middle
-    one.
-    """
+    """Return the threshold with maximum sensitivity + specificity, midway between scores; of ties, the middle one."""
     levels = np.unique(scores)
     candidates = np.concatenate([levels[:1], (levels[1:] + levels[:-1]) / 2])
     said = scores[None] >= candidates[:, None]
