@@ -553,7 +553,7 @@ async def _in_thread(function: Callable[[Episode], object], episode: Episode) ->
 
 
 def _ended(code: object) -> RuntimeError:
-    return RuntimeError(f"it called exit with code {code}; return a reward, or raise an exception")
+    return RuntimeError(f"it ended the process with exit code {code}; return a reward, or raise an exception")
 
 
 def _as_exception(error: BaseException) -> Exception:
