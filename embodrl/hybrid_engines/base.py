@@ -33,7 +33,6 @@ class EngineState:
 
     Attributes:
         tensors: ``policy``, ``optimizer`` and, if kept, ``reference``, each by name.
-        state: JSON-serialisable values.
     """
 
     tensors: dict[str, dict[str, Tensor]]

@@ -15,7 +15,6 @@ class OffloadReport:
     """Memory before and after an offload.
 
     Attributes:
-        device: home device of the tensors.
         before: bytes allocated there by PyTorch; on a CPU, bytes of the tensors themselves.
         after: the same, afterwards.
     """

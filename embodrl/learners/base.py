@@ -20,7 +20,6 @@ class LearnerState:
     """Checkpoint contents of a learner, besides the engine's state.
 
     Attributes:
-        content: JSON.
         tensors: section -> name -> tensor.
         blobs: name -> bytes.
     """
@@ -35,7 +34,6 @@ class Learner(ABC):
 
     Args:
         policy: this process's policy; has the trained weights after ``engine.fetch``.
-        engine: holds the trained weights.
 
     Attributes:
         is_updating: an update is in progress: the current state can be neither saved nor undone.

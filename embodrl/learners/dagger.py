@@ -31,14 +31,8 @@ class DaggerUpdater(ReplayUpdater):
     There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
 
     Args:
-        config: run configuration.
         policy: this process's policy, which preprocesses observations.
-        engine: holds the trained weights.
-        store: labelled observations.
         on_step: called with the finished and the total number of optimizer steps of an update.
-
-    Attributes:
-        num_updates: optimizer steps so far.
     """
 
     def __init__(

@@ -105,9 +105,6 @@ class HeldOut:
     """The loss on held-out demonstrations: on the same frames, with the same noise, every time.
 
     Args:
-        config: run configuration.
-        policy: this process's policy.
-        engine: train engine.
         demos: held-out demonstrations.
     """
 
@@ -150,12 +147,8 @@ class ImitationLearner(Learner):
     """Imitates frames. An iteration lasts until the next optimizer step that is logged or evaluated.
 
     Args:
-        config: run configuration.
         policy: this process's policy; has the engine's weights after ``engine.fetch``.
-        engine: train engine.
-        batches: batches of demonstrated frames.
         pauses: iterations end after multiples of these step counts; zeros are ignored.
-        hooks: functions of the run.
     """
 
     def __init__(

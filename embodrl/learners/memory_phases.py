@@ -33,11 +33,6 @@ class MemoryPhases:
     The loop enters ``act`` before rollouts and evaluations, ``train`` before the first node that trains, and ``rest``
     after updates and checkpoints. Offloaded tensors return by themselves when requested; entering a phase does so at
     the right time and all at once.
-
-    Args:
-        config: run configuration.
-        rollouts: rollout backend.
-        engine: train engine.
     """
 
     def __init__(self, config: Config, rollouts: RolloutBackend, engine: TrainEngine) -> None:

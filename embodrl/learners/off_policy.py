@@ -81,16 +81,13 @@ class OffPolicyUpdate(Update):
         self.critic_parameters = [*self.critic.parameters(), *self.encoder_parameters]
 
     def step(self, batch: Batch, rates: LearningRates, number: int, generator: torch.Generator) -> dict[str, float]:
-        """Take a step of the critics and, when due, one of the actor.
+        """Take a step of the critics and, when due, one of the actor; return metrics.
 
         Args:
             batch: see ``sample_transitions``.
             rates: learning rates of policy and critics.
             number: step number, from 1.
             generator: source of the noise, on the CPU.
-
-        Returns:
-            metrics.
 
         Raises:
             NonFiniteError: several consecutive steps were not finite.
@@ -198,13 +195,7 @@ class OffPolicyUpdater(ReplayUpdater):
     There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
 
     Args:
-        config: run configuration.
-        engine: holds the trained weights.
-        stores: replay buffer and demonstrations.
         on_step: called with the finished and the total number of optimizer steps of an update.
-
-    Attributes:
-        num_updates: optimizer steps of the critics so far.
     """
 
     def __init__(

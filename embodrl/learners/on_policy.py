@@ -243,7 +243,6 @@ class Demonstrations:
     """Demonstrations that every step of an on-policy update imitates in addition to its loss (``algorithm.bc_coef``).
 
     Args:
-        config: run configuration.
         policy: this process's policy, which preprocesses observations.
         frames: draws frames; its state is part of checkpoints.
     """

@@ -46,15 +46,9 @@ class Parts:
     """The started parts of a run.
 
     Attributes:
-        policy: the driver's policy, on its device.
         engine: train engine; copies its weights to ``policy`` on demand (``fetch``).
-        rollouts: simulators and the acting policy.
-        rewards: judges episodes.
-        on_policy: updates the weights from rollouts.
         imitated: demonstrations that these updates also imitate.
         from_records: updates the weights of off-policy and offline runs from records.
-        replay: buffers of off-policy runs.
-        recorded: dataset of offline runs.
     """
 
     policy: VLAPolicy
@@ -92,11 +86,6 @@ class RolloutLearner(Learner):
     """Plays, judges, estimates advantages and updates, as defined by the nodes of a graph.
 
     Args:
-        config: run configuration.
-        deployment: placement of the run.
-        graph: pipeline graph of an iteration.
-        parts: started parts of the run.
-        callbacks: shows the phases, and requests the stop.
         publish_to: directory that every version of the weights is written to; None for none.
     """
 

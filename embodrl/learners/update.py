@@ -15,8 +15,6 @@ class Update:
     and return values that ``embodrl.scheduler.messages`` can send.
 
     Args:
-        engine: computes gradients and steps.
-        config: run configuration.
         on_step: called with the finished and the total number of optimizer steps of an update.
     """
 

@@ -132,7 +132,6 @@ class Graph:
     """A checked pipeline, made by ``Pipeline.build``.
 
     Attributes:
-        name: name of the pipeline.
         nodes: nodes in execution order.
     """
 
@@ -189,12 +188,7 @@ class Graph:
     def _tried(
         self, node: GraphNode, inputs: Sequence[object], error: Exception, attempts: int, may_stop: bool
     ) -> None:
-        """Return if a node that has raised may be retried.
-
-        Raises:
-            InterruptedError: the node was interrupted, and nothing has been learned.
-            EmbodrlError: no retry is left; see ``run``.
-        """
+        """Return if a node that has raised may be retried."""
         interrupted = isinstance(error, InterruptedError)
         if interrupted and may_stop:
             raise error

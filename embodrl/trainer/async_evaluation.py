@@ -53,8 +53,6 @@ class EvaluationProcess(Worker):
     sees the same batches.
 
     Args:
-        config: run configuration.
-        deployment: placement of the run.
         run_dir: run directory: source of the weights, destination of logs and the best policy.
     """
 
@@ -120,9 +118,6 @@ class PendingEvaluation:
     """An evaluation in progress.
 
     Attributes:
-        iteration: iteration of the policy.
-        version: version of its weights.
-        video_dir: directory for videos.
         best: success rate of the best policy before; None if none is kept.
     """
 
@@ -138,9 +133,6 @@ class AsyncEvaluator:
     The weights use ``weight_sync/disk.py``: a resumed run repeats the evaluation that was in progress.
 
     Args:
-        config: run configuration.
-        deployment: placement, including the evaluation process.
-        run_dir: run directory.
         policy: the driver's policy, for the names of its weights.
 
     Attributes:
@@ -243,11 +235,7 @@ class AsyncEvaluator:
                 lost = error
 
     def _count_restart(self, lost: WorkerDied) -> None:
-        """Count a restart of the process.
-
-        Raises:
-            WorkerDied: too many restarts.
-        """
+        """Count a restart of the process."""
         if not self._restarts.take():
             raise WorkerDied(
                 f"stopped after {self._restarts} of the evaluation process: {lost.message}",

@@ -23,9 +23,6 @@ class Evaluations:
     """Measures the policy, keeps the best one, and judges the success rates.
 
     Args:
-        session: attempt at the run.
-        learner: learner of the run.
-        journal: rows of the run.
         checkpoints: checkpoints of the run, of which the best one's is kept.
         async_evaluator: evaluates in parallel with training; None evaluates between iterations.
 
@@ -98,10 +95,6 @@ class Evaluations:
 
     def take(self, iteration: int, wait: bool) -> bool:
         """Write the finished parallel evaluation; return whether there was one.
-
-        Args:
-            iteration: number of complete iterations.
-            wait: wait for the evaluation in progress.
 
         Raises:
             InterruptedError: the run is stopping, and the evaluation is still in progress.

@@ -126,11 +126,7 @@ def run_and_export(trainer: Trainer, progress: Progress) -> int:
 
 
 class ImitationView:
-    """A progress bar of steps, with lines for evaluations and checkpoints.
-
-    Args:
-        progress: progress bar.
-    """
+    """A progress bar of steps, with lines for evaluations and checkpoints."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

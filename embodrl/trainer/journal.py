@@ -40,16 +40,7 @@ class View(Protocol):
 
 
 class Journal:
-    """The rows of a run, including earlier processes'.
-
-    Args:
-        metrics: metrics file.
-        view: displays the rows.
-        is_warm: the policy started from trained weights.
-
-    Attributes:
-        rows: one per iteration.
-    """
+    """The rows of a run, including earlier processes'."""
 
     def __init__(self, metrics: MetricsLogger, view: View, is_warm: bool) -> None:
         self.metrics = metrics

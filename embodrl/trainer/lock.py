@@ -29,9 +29,6 @@ class RunLock:
 
     There are two, because a user may delete ``.lock``: one on that file and one on the directory itself.
 
-    Args:
-        directory: existing run directory.
-
     Raises:
         OutputError: another process holds one of them.
     """

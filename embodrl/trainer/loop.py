@@ -36,16 +36,7 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Runs the iterations of a run.
 
-    Args:
-        session: attempt at the run.
-        learner: performs an iteration.
-        schedule: when the run evaluates, saves and ends.
-        journal: rows of the run.
-        evaluations: evaluates the policy.
-        saver: writes checkpoints.
-
     Attributes:
-        iteration: number of complete iterations.
         pending: unwritten row of an iteration that lacks its evaluation.
         is_saved: whether the last complete iteration has a checkpoint.
     """
@@ -78,9 +69,6 @@ class Trainer:
 
     def run(self, settings: str) -> int:
         """Train until the last iteration or a signal; return the exit code, 1 if the result could not be saved.
-
-        Args:
-            settings: settings text for checkpoints.
 
         Raises:
             EmbodrlError: an iteration failed, or an evaluation was a regression; the last complete state is saved.
@@ -141,11 +129,7 @@ class Trainer:
             raise self.evaluations.regressed
 
     def _complete(self) -> None:
-        """Evaluate and save when due, and log the pending row.
-
-        Raises:
-            InterruptedError: a signal arrived during the evaluation; the row is still pending.
-        """
+        """Evaluate and save when due, and log the pending row."""
         assert self.pending is not None
         row = dict(self.pending)
         clock = time.perf_counter()

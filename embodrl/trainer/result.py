@@ -79,15 +79,6 @@ def conclude(
     """Export the policy of a finished run, write the report, and print the next steps.
 
     A report that cannot be written costs a warning, not the run.
-
-    Args:
-        config: run configuration.
-        run_dir: run directory.
-        policy: current policy.
-        console: the user's console.
-        iteration: last complete iteration.
-        finished: all iterations are done.
-        saved: the last one has a checkpoint.
     """
     if finished:
         export_policy(policy, run_dir / POLICY_DIR, config, iteration=iteration)

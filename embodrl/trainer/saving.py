@@ -25,16 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes and reads checkpoints.
-
-    Args:
-        session: attempt at the run.
-        learner: learner of the run.
-
-    Attributes:
-        settings: settings text in every checkpoint.
-        newest: path of the checkpoint written or read last.
-    """
+    """Writes and reads checkpoints."""
 
     def __init__(self, session: RunSession, learner: Learner) -> None:
         self.settings = ""
@@ -45,11 +36,6 @@ class Saver:
 
     def save(self, iteration: int, content: dict[str, object], metrics: bytearray) -> bool:
         """Write a checkpoint; return whether it was written: a full disk costs a logged error, not the run.
-
-        Args:
-            iteration: number of complete iterations.
-            content: the trainer's own state, as JSON.
-            metrics: the whole file of rows.
 
         Raises:
             OutputError: the run no longer owns its directory.
@@ -118,13 +104,7 @@ def is_complete(checkpoint: Checkpoint, total: int) -> bool:
 
 
 def open_metrics(session: RunSession, closing: ExitStack, file_name: str = METRICS_FILE) -> MetricsLogger:
-    """Return the file of rows, cut back to the start of the attempt; an evaluation of that iteration may be pending.
-
-    Args:
-        session: attempt at the run.
-        closing: closes the file.
-        file_name: name in the run directory.
-    """
+    """Return the file of rows, cut back to the start of the attempt; an evaluation of that iteration may be pending."""
     checkpoint = session.checkpoint
     config = session.config
     saved = b""

@@ -29,11 +29,7 @@ T = TypeVar("T")
 
 
 class TrainersLostError(Exception):
-    """The training processes have died or hung: the state since the newest checkpoint is lost.
-
-    Args:
-        error: error that ended the attempt.
-    """
+    """The training processes have died or hung: the state since the newest checkpoint is lost."""
 
     def __init__(self, error: EmbodrlError) -> None:
         super().__init__(error.message)
@@ -53,10 +49,6 @@ class RunSession:
     """One attempt of a process at a run.
 
     Args:
-        loaded: loaded configuration.
-        directory: run directory.
-        lock: lock of the directory.
-        stop: the user's stop requests.
         checkpoint: start of the attempt; None for the start of the run.
         old_settings: settings text of the previous process or attempt; None for a new run.
 
@@ -97,12 +89,7 @@ class RunSession:
         return self.config if self.checkpoint is None else drop_missing_warm_start(self.config)
 
     def record(self, iteration: int, say: Callable[[str], None]) -> str:
-        """Write the settings and the provenance of this process; return the settings, for checkpoints.
-
-        Args:
-            iteration: iteration that it starts after.
-            say: receives a line for each changed setting.
-        """
+        """Write the settings and the provenance of this process; return the settings, for checkpoints."""
         text = self.loaded.to_yaml()
         for line in add_provenance(self.directory, self.config, text, self.old_settings, iteration):
             say(line)

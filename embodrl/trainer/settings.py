@@ -86,7 +86,6 @@ class SavedSettings:
     """The settings of a run.
 
     Attributes:
-        text: settings as the run wrote them.
         restored: reason why they come from the checkpoint, not ``config.yaml``; "" if they are the file's.
     """
 
@@ -147,11 +146,7 @@ def _seal_problem(text: str) -> str:
 
 
 def _without_copy(path: Path, text: str, problem: str) -> SavedSettings:
-    """Accept a complete file without checksum, as the user has chosen.
-
-    Raises:
-        CheckpointError: the file is missing, damaged or incomplete.
-    """
+    """Accept a complete file without checksum, as the user has chosen."""
     if problem == "is missing":
         raise not_a_run(path.parent)
     lacking = [name for name in Config.model_fields if name not in (_values(text) or {}) and name != "extensions"]

@@ -93,7 +93,6 @@ class AsyncCollector:
     version. The choice of episodes is the same as in a synchronous run; their course depends on when weights arrive.
 
     Args:
-        config: run configuration.
         schedule: episodes of all environments, divided equally among the runners.
         runners: runners in the order of their environments.
         target: receives the weights that the runners act with.

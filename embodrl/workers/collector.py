@@ -70,8 +70,6 @@ class RolloutState:
     """Rollout state that a resumed run needs.
 
     Attributes:
-        state: JSON-serialisable values.
-        tensors: named groups of tensors.
         blobs: opaque bytes by name.
     """
 
@@ -84,8 +82,6 @@ class Snapshot(TypedDict):
     """Position of a collector, for its replacement.
 
     Attributes:
-        metas: metadata of the current update's rollouts.
-        random: random state.
         before: random state at the start of the update; None if no update is in progress.
     """
 
@@ -120,12 +116,7 @@ class Collector(Protocol):
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Act with these weights from the next chunk on.
-
-        Args:
-            weights: names and tensors of the policy.
-            version: number of updates behind the weights.
-        """
+        """Act with these weights from the next chunk on."""
         ...
 
     def undo(self) -> None:
@@ -169,11 +160,7 @@ class SyncCollector:
     episode.
 
     Args:
-        config: run configuration.
-        pool: started pool.
-        engine: the policy.
         should_stop: called before every chunk; if it returns True, ``gather`` raises InterruptedError.
-        judging: what the rewards need from the rollouts.
         share: the pool's share of the run's environments.
     """
 
@@ -326,11 +313,7 @@ class SyncCollector:
         return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
     def _begin(self, iteration: int, epoch: int) -> None:
-        """Start fresh episodes in all environments, and play up to their branch points.
-
-        Raises:
-            InterruptedError: ``should_stop`` returned True.
-        """
+        """Start fresh episodes in all environments, and play up to their branch points."""
         branches = self.config.algorithm.branch.enabled
         if branches:
             self.pool.call("rebuild", restart=True)  # then a state restored by replay has only one episode to replay
@@ -342,11 +325,7 @@ class SyncCollector:
             self._prefix_steps += sum(stage.branch(points[stage.rows], self.should_stop) for stage in self.stages)
 
     def _roll_out(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
-        """Run one rollout of all environments; return one batch per stage.
-
-        Raises:
-            InterruptedError: ``should_stop`` returned True.
-        """
+        """Run one rollout of all environments; return one batch per stage."""
         self._begin(iteration, epoch)
         take_turns([stage.play for stage in self.stages], self.should_stop)
         groups = self.schedule.group_ids(epoch)
@@ -370,14 +349,7 @@ def rollout_metrics(metas: Sequence[ShardMeta]) -> Metrics:
 
 @dataclass(frozen=True)
 class EpisodeSchedule:
-    """The initial episodes of each iteration.
-
-    Args:
-        config: run configuration.
-        num_envs: B of the whole run.
-        num_tasks: number of tasks, assigned in rotation.
-        share: environments whose rows are returned.
-    """
+    """The initial episodes of each iteration."""
 
     config: Config
     num_envs: int

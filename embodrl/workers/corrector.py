@@ -81,7 +81,6 @@ class ExpertCorrector:
 
     Args:
         settings: section ``algorithm.dagger``.
-        pool: pool with experts.
     """
 
     def __init__(self, settings: DaggerConfig, pool: EnvPool) -> None:

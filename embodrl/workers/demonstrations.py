@@ -62,8 +62,6 @@ class Experts(Demonstrator):
 
     Args:
         settings: section ``collect``.
-        pool: started pool with experts.
-        rng: random generator of the perturbations.
 
     Attributes:
         noise_std, speed: ``float32[B]``, of the current attempts.
@@ -97,8 +95,6 @@ class StepwiseActor(Demonstrator):
     """A policy that acts one action at a time: it is queried when its chunk is used up or an episode begins.
 
     Args:
-        engine: the policy.
-        num_envs: B.
         sample: sample actions, as rollouts do, instead of taking the most probable ones.
     """
 
@@ -145,13 +141,10 @@ class Attempts(Recorder):
 
     Args:
         pool: started pool, without auto-reset.
-        actor: acts in all environments.
         assign: returns the seeds and tasks of new attempts in some environments.
-        keeper: receives finished attempts.
         acted: names of the columns that record how actions were chosen, besides log-probs.
 
     Attributes:
-        pool: the environments.
         seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the current attempts.
     """
 
@@ -272,7 +265,6 @@ class DemoCollector(Recorder):
         pool: started pool, without auto-reset.
         writer: episode writer; episodes of the interrupted collection that it continues count.
         should_stop: called before every step; if it returns True, ``run`` ends early.
-        policy: acts instead of the experts.
 
     Attributes:
         kept, tried, solved: ``int64[T]``, episodes of each task that were kept, completed, and successful.
@@ -414,11 +406,7 @@ class DemoCollector(Recorder):
             )
 
     def close(self, meta: dict[str, object]) -> None:
-        """Complete the dataset, with the actor's success rate over all completed episodes.
-
-        Args:
-            meta: further provenance of the dataset.
-        """
+        """Complete the dataset, with the actor's success rate over all completed episodes."""
         who = "expert" if self._policy is None else "policy"
         known: dict[str, object] = {"robot_type": self._env_type, "collect": self.settings.model_dump()}
         known |= {f"{who}_success_rate": self.success_rate(), **meta}

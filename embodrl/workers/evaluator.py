@@ -129,7 +129,6 @@ class EpisodeResults:
     Attributes:
         outcome: ``float64[n,4]``: success, return, length, success at the end; NaN if a fault ended the episode, and
             for success at the end if the environment does not report it.
-        instructions: instruction of each episode.
         pictures: SHA-256 over the images of the first observation, for the first episode of each task; else "".
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
     """
@@ -208,17 +207,12 @@ class Evaluator:
     the episode and the chunk number, never on the engine's random state.
 
     Args:
-        config: run configuration.
         pool: any started pool; its environments are rebuilt before and after, so that evaluation and training do not
             affect each other.
-        engine: the policy.
         progress: called now and then with the number of finished episodes, out of ``num_plays``.
         should_stop: called before every chunk; if it returns True, ``run`` raises InterruptedError.
         make_own: returns a pool, not started, for evaluations whose environments differ from ``pool``
             (``env.eval.tasks`` and the like); each evaluation starts and closes one.
-
-    Attributes:
-        decodings: evaluated decodings.
 
     Raises:
         EmbodrlError: the engine lacks the decoding that ``env.eval.decoding`` names.
@@ -357,8 +351,6 @@ class _ResultRecorder(Recorder):
     """Keeps the outcomes of episodes, and records videos of some.
 
     Args:
-        pool: started environments.
-        results: results of all episodes.
         places: ``int64[n]``, positions in ``results`` of the episodes in the first n environments.
         wave: ``int64[n]``, numbers of these episodes.
     """

@@ -28,10 +28,6 @@ class LearnedReward:
     ``V(last) - V(first)``: a potential without a discount (Ng et al. 1999, "Policy Invariance Under Reward
     Transformations").
 
-    Args:
-        directory: model directory.
-        chunk: C.
-
     Raises:
         CheckpointError: the model is missing or damaged.
     """

@@ -31,10 +31,8 @@ class Shard:
     """One unit of work of a group of environments.
 
     Attributes:
-        iteration: iteration that its episodes belong to.
         seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the first episode of each environment.
         group_id: ``int64[B]``, equal where episodes begin in the same initial state.
-        random: seed numbers of all sampling.
     """
 
     iteration: int
@@ -48,7 +46,6 @@ class ShardMeta(TypedDict):
     """JSON-serialisable metadata of a shard, besides its columns.
 
     Attributes:
-        env_steps: number of simulated steps.
         episodes, seconds: arguments of ``EpisodeStats`` and ``Seconds``.
         counts, means: further metrics by name; see ``combine_extras``.
     """
@@ -93,15 +90,7 @@ class LockstepRunner:
 
     Call ``begin``, then the turns of ``play``, then ``stack``; or ``roll_out``, which does all of it.
 
-    Args:
-        config: run configuration.
-        pool: started managers of the group.
-        engine: the policy.
-        rows: rows of its environments in the whole batch.
-        judging: what the rewards need from the rollouts.
-
     Attributes:
-        play: current rollout.
         generators: random generators for sampling actions, one per engine thread; None uses the engine's own.
     """
 
@@ -251,16 +240,7 @@ class LockstepRunner:
 
 
 class _RowStates(Recorder):
-    """Keeps the newest state of environments whose episodes continue.
-
-    Args:
-        pool: started environments.
-        rows: environments whose states are kept.
-
-    Attributes:
-        states: states by row.
-        num_steps: number of simulated environment steps.
-    """
+    """Keeps the newest state of environments whose episodes continue."""
 
     def __init__(self, pool: EnvPool, rows: NDArray[np.int64]) -> None:
         self.pool = pool

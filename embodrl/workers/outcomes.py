@@ -23,7 +23,6 @@ class EpisodeStats:
 
     Attributes:
         successes, episodes: counts without lost episodes.
-        lost: number of episodes ended by a fault.
         cut: number of episodes cut off by the end of the rollout, before an outcome.
         returns, lengths: sums of rewards and of environment steps, over ``episodes``.
         solved_returns: sum of rewards over ``successes``.

@@ -117,14 +117,9 @@ class Play:
     thread-safe.
 
     Args:
-        pool: started managers.
-        choose: chooses the actions.
         recorders: recorders in call order.
-        schedule: selects the environments that act next.
 
     Attributes:
-        observation: newest observation of all environments.
-        number: number of received chunks.
         last: last received chunk, None before the first.
         seconds: time spent since ``begin``.
     """

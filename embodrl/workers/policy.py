@@ -217,8 +217,6 @@ class RecordedPolicy:
     """A policy that acts in place of experts.
 
     Attributes:
-        name: origin of the policy.
-        engine: computes its actions.
         fingerprint: ``weights_fingerprint`` of its weights; "" if unknown.
     """
 

@@ -38,7 +38,6 @@ class Judging:
     """Requirements of a run's rewards on its rollouts.
 
     Attributes:
-        keep_frames: keep the first camera's images.
         judge: called with every episode when it ends; None defers all episodes to the end of the rollout.
     """
 
@@ -151,7 +150,6 @@ class ValueRecorder(Recorder):
     """Keeps the critic's values of all observations.
 
     Args:
-        engine: policy with a critic.
         bootstrap: also compute values of last observations where the step limit ended an episode.
     """
 
@@ -330,7 +328,6 @@ class _Seen:
     Attributes:
         images, states: images and states after the chunk; see ``seen_after``.
         actions: ``float32[B,C,A]``.
-        instruction: B instructions.
     """
 
     images: NDArray[np.uint8]
@@ -343,9 +340,7 @@ class JudgeRecorder(Recorder):
     """Has every episode judged when it ends, and running episodes at the end of the rollout.
 
     Args:
-        judge: receives the episodes.
         transitions: recorder of the other columns, called before this one.
-        pool: started environments.
         auto_reset: see ``seen_after``.
     """
 

@@ -106,10 +106,7 @@ class RemoteBackend(RolloutBackend):
     instead.
 
     Args:
-        config: run configuration.
-        group: started group of the rollout processes.
         channels: channels that the processes were started with.
-        weights: weight channel to the processes.
         policy: the driver's policy, whose weights the processes start with.
         trainer: train engine; if it is in this process, the driver's policy may be offloaded.
         should_stop: polled regularly; True interrupts the current request.
@@ -592,12 +589,7 @@ class RemoteCollector:
 
 
 class RemoteRunner:
-    """A rollout process as a runner of AsyncCollector. See EpisodeRunner.
-
-    Args:
-        rollouts: started backend.
-        rank: rank of the process.
-    """
+    """A rollout process as a runner of AsyncCollector. See EpisodeRunner."""
 
     def __init__(self, rollouts: RemoteBackend, rank: int) -> None:
         self.rollouts = rollouts

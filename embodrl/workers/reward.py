@@ -50,8 +50,6 @@ class Outcome(TypedDict):
     Attributes:
         reward: one number, or one per action; None if all attempts failed.
         error: message of the last failure, empty if there is a reward.
-        hint: hint of that error.
-        failed: number of failed attempts.
     """
 
     reward: float | list[float] | None
@@ -64,7 +62,6 @@ class DetachedRewards(TypedDict):
     """Rewards of a batch that leaves the process that requested them; ``call_id`` indexes the outcomes.
 
     Attributes:
-        outcomes: outcomes of the calls.
         waited_s: seconds that the rollout process waited for them after its last chunk.
     """
 
@@ -78,7 +75,6 @@ class _PendingCall:
 
     Attributes:
         episode: argument of the call; None once it is no longer needed.
-        call: pending or finished call.
         since: number of batches paid before the call began.
         reported: the outcome is an error that has been reported.
     """
@@ -104,12 +100,7 @@ class _PendingCall:
 
 
 class RewardWorker:
-    """Replaces the rewards of a rollout if the configuration says so.
-
-    Args:
-        config: run configuration.
-        tasks: task names by task id.
-    """
+    """Replaces the rewards of a rollout if the configuration says so."""
 
     def __init__(self, config: Config, tasks: tuple[str, ...]) -> None:
         self.tasks = tasks
@@ -575,11 +566,7 @@ def _settle(setter: Callable[[T], None], value: T) -> None:
 
 
 def _as_reward(result: object, num_actions: int) -> Tensor:
-    """Return ``float32[]`` or ``float32[n]``.
-
-    Raises:
-        ValueError: wrong shape, or not finite.
-    """
+    """Return ``float32[]`` or ``float32[n]``."""
     try:
         reward = torch.as_tensor(result, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, RuntimeError):

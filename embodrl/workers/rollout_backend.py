@@ -31,8 +31,6 @@ class RolloutBackend(ABC):
 
     Attributes:
         collector: source of batches and destination of new weights.
-        tasks: task names, in rotation.
-        faults: faults in the run so far.
     """
 
     collector: Collector
@@ -70,14 +68,7 @@ class RolloutBackend(ABC):
 
 
 class LocalBackend(RolloutBackend):
-    """The driver acts, with the trained weights or a copy of them.
-
-    Args:
-        pool: started pool.
-        engine: acts.
-        collector: collector over the pool.
-        evaluator: evaluator of the engine in the pool.
-    """
+    """The driver acts, with the trained weights or a copy of them."""
 
     def __init__(self, pool: EnvPool, engine: RolloutEngine, collector: Collector, evaluator: Evaluator) -> None:
         self.pool = pool

@@ -58,13 +58,7 @@ class Evaluated(Answer):
 
 
 class RolloutProcess(Worker):
-    """Collects and evaluates for the driver, which calls the methods; ``call`` numbers its requests.
-
-    Args:
-        config: configuration of the whole run.
-        deployment: placement of the whole run.
-        log_dir: directory for the simulators' output.
-    """
+    """Collects and evaluates for the driver, which calls the methods; ``call`` numbers its requests."""
 
     def __init__(self, config: Config, deployment: Deployment, log_dir: str | None = None) -> None:
         share = Share(self.rank, self.world_size)

@@ -109,11 +109,9 @@ class Route(TypedDict):
     """Connection data of a generation, which ends when a process is restarted.
 
     Attributes:
-        kind: memory, collective or disk.
         generation: acknowledgements of earlier generations are ignored.
         where: directory (disk) or rendezvous ``tcp://HOST:PORT`` (collective).
         world_size: number of processes of a collective: sender and receivers.
-        device: device of the buckets of a collective.
     """
 
     kind: Kind
@@ -151,7 +149,6 @@ class ReceiverThread:
     """The thread of a rollout process that accepts weights and acknowledges them to the driver.
 
     Args:
-        receiver: new receiver.
         answers: channel to the driver: generation, version (-1 if rejected) and problem.
         generation: generation of the channel; the driver ignores answers of earlier ones.
     """
@@ -200,7 +197,6 @@ class LocalSender:
     """This process sends. Failures are WeightSyncErrors; ``check`` is called while waiting.
 
     Args:
-        pipes: one channel per rollout process, for memory.
         trained: names to send after the first sync (``trained_names``).
         address: returns a new ``tcp://HOST:PORT`` of this machine.
         gathers_only: this rank of a sharded trainer takes part in gathering and sends nothing.
@@ -368,11 +364,8 @@ class WeightChannel:
     """The driver's view of the weights' path to all rollout processes of a group.
 
     Args:
-        kind: memory, collective or disk.
         sender: sender in this process or in the training processes.
         answers: acknowledgement channels, one per rollout process.
-        directory: directory of the versions (disk).
-        device: device of the buckets (collective).
         timeout_s: seconds until all processes must have acknowledged a version.
     """
 

@@ -44,10 +44,8 @@ class RolloutParts:
     """Constructor inputs of a rollout engine.
 
     Attributes:
-        config: run configuration.
         policy: policy on its device; shared with the train engine, or a copy (``frozen_copy``).
         num_threads: value of ``cluster.num_threads``.
-        part: see RolloutEngine.
         memory: the policy's weights (``policy_memory``), if nothing else uses them between rollouts.
         weights_dir: directory in which a training run publishes its weights.
     """
@@ -75,10 +73,8 @@ class RolloutEngine(ABC):
     on the CPU, so that every backend draws the same actions from the same random state.
 
     Args:
-        policy: policy on its device.
         config: section ``rollout``.
         sampling: section ``algorithm.sampling``.
-        seed: seed of the sampled actions.
         num_threads: number of parts of a batch computed in parallel on a CPU, each with its own random generator.
         part: rank and number of the processes that share the environments: together they draw like one process with the
             sum of their threads.
@@ -86,7 +82,6 @@ class RolloutEngine(ABC):
             they stay.
 
     Attributes:
-        version: number of updates behind the weights.
         offload_report: report of the last ``offload`` that freed memory; None without one.
     """
 

@@ -26,10 +26,8 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
     them between two batches, and every answer carries the version it was computed with.
 
     Args:
-        engine: the policy.
         compute_values: argument of ``act``.
         max_batch: maximum number of observations in a batch.
-        seed: seed of the sampled actions.
     """
 
     def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
@@ -84,7 +82,6 @@ class EpisodeEngine:
 
     Args:
         shared: engine shared by all episodes.
-        seed: seed of this episode.
     """
 
     def __init__(self, shared: BatchedEngine, seed: tuple[int, ...]) -> None:

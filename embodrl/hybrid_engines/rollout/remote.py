@@ -51,12 +51,8 @@ class RolloutServer:
     """One policy server.
 
     Args:
-        url: URL of its HTTP API.
         directory: directory of the published weights, as seen by the server.
         timeout_s: timeout of one answer in seconds.
-
-    Attributes:
-        is_gone: the last request to it failed.
     """
 
     def __init__(self, url: str, directory: Path, timeout_s: float) -> None:
@@ -190,11 +186,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         return found
 
     def _ask(self, first: int, content: Mapping[str, object], given_up: threading.Event) -> Mapping[str, Any]:
-        """Ask one server after another until one answers.
-
-        Raises:
-            RemotePolicyError: a server rejects the request, or none is reachable for ``rollout.remote.timeout_s``.
-        """
+        """Ask one server after another until one answers."""
         deadline = time.monotonic() + self._settings.timeout_s
         turn = first
         while not given_up.is_set():
@@ -239,11 +231,7 @@ def _message(request: ActRequest, rows: np.ndarray[Any, Any], seeds: list[int]) 
 
 
 def _output(answer: Mapping[str, Any]) -> PolicyOutput:
-    """Return a server's answer as tensors.
-
-    Raises:
-        RemotePolicyError: an entry is missing or has the wrong type.
-    """
+    """Return a server's answer as tensors."""
     actions, logprobs, values = (answer.get(name) for name in ("actions", "logprobs", "values"))
     inputs = answer.get("forward_inputs")
     tensors = {"logprobs": logprobs, **inputs} if isinstance(inputs, Mapping) else {"logprobs": None}

@@ -19,10 +19,6 @@ class AdamState:
         policy: provides the names; weights may be sharded.
         leaves: trained parameter -> tensor that the optimizer updates.
         masters: the leaves that are float32 copies, by parameter.
-        optimizer: AdamW on the leaves.
-
-    Attributes:
-        trained: trained parameters, by name.
     """
 
     def __init__(

@@ -26,18 +26,13 @@ class HeldState:
     Args:
         policy: policy on the device, sharded already if at all; its ``trainable_groups`` train, other weights are
             fixed.
-        options: engine options of the run.
-        device: device that the policy trains on.
         shares_weights: the rollout uses the same tensors, so they stay on the device.
 
     Attributes:
         leaves: trained parameter -> tensor that the optimizer updates.
         masters: the leaves that are float32 copies of half-precision weights.
-        optimizer: AdamW on the leaves.
-        adam: moments and masters, by name.
         side: modules that train alongside the policy, or None.
         memory: training-only tensors, which leave the device between updates.
-        version: number of completed updates.
         nonfinite_in_row: consecutive steps whose loss or gradient was not finite.
         is_shared: other processes of the default group hold the rest of the state.
     """
@@ -219,12 +214,7 @@ class HeldState:
             self.adam.take_weights(tensors)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors into which this process's shards of a checked state are loaded; see ``load_parts``.
-
-        Args:
-            section: section of the state.
-            saved: shapes and dtypes of whole tensors.
-        """
+        """Return the tensors into which this process's shards of a checked state are loaded; see ``load_parts``."""
         if self.side is not None and section == self.side.section:
             self.side.make_room(saved)
         elif section == "optimizer":

@@ -56,7 +56,6 @@ class FsdpTrainEngine(SharedTrainEngine[FsdpState]):
     Args:
         policy: whole, identical in all processes, on the device; sharded in place, and only to be used by the engine
             from then on.
-        options: engine options of the run.
         mesh: mesh of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
     """
 

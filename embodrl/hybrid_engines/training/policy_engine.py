@@ -42,12 +42,7 @@ Leaves = Mapping[nn.Parameter, nn.Parameter]
 
 
 class PolicyTrainEngine(TrainEngine):
-    """Gradients and optimizer steps on a policy's weights. Algorithm-agnostic: updates drive it.
-
-    Args:
-        state: state that training changes.
-        options: engine options of the run.
-    """
+    """Gradients and optimizer steps on a policy's weights. Algorithm-agnostic: updates drive it."""
 
     def __init__(self, state: HeldState, options: EngineOptions) -> None:
         self.state = state

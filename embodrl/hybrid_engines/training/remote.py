@@ -57,8 +57,6 @@ class RemoteTrainEngine(TrainEngine):
     The driver's policy gets the trained weights on demand (``fetch``).
 
     Args:
-        policy: the driver's policy, on its device.
-        group: started group of the training processes.
         memory: weights of the driver's policy, if they may be offloaded between rollouts.
     """
 
@@ -191,11 +189,7 @@ class RemoteTrainEngine(TrainEngine):
             yield from self._call("gather", section, names)[0].items()
 
     def _call(self, method: str, *args: object) -> Any:
-        """Return the processes' answers; if one fails, all are stopped, because the others would wait for it.
-
-        Raises:
-            WorkerError: one died or raised.
-        """
+        """Return the processes' answers; if one fails, all are stopped, because the others would wait for it."""
         call: PendingCall | None = None
         try:
             self.group.check()
@@ -208,12 +202,7 @@ class RemoteTrainEngine(TrainEngine):
 
 
 class RemoteUpdate:
-    """Proxy of an update in every training process: method calls are forwarded.
-
-    Args:
-        engine: engine of the processes.
-        number: number of the update.
-    """
+    """Proxy of an update in every training process: method calls are forwarded."""
 
     def __init__(self, engine: RemoteTrainEngine, number: int) -> None:
         self._engine = engine

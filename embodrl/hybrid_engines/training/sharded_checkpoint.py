@@ -98,11 +98,6 @@ def load_state(state: ShardedState, directory: Path, counters: Mapping[str, int]
 
     A collective call of all processes that share the state. Weights are read in place.
 
-    Args:
-        state: state of an engine with the same policy.
-        directory: complete, verified directory.
-        counters: counters of the engine that wrote it.
-
     Raises:
         CheckpointError: it belongs to another policy, or is unreadable.
     """
@@ -152,12 +147,7 @@ def _read(targets: Mapping[str, Tensor], reader: _Reader, alone: bool) -> None:
 
 
 def _collective(function: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """Call a function of DCP, which reports the failure of one process to all.
-
-    Raises:
-        OSError: the first one in any process.
-        CheckpointError: another failure.
-    """
+    """Call a function of DCP, which reports the failure of one process to all."""
     try:
         with warnings.catch_warnings():
             # Also raised for no_dist, which is intended.

@@ -31,11 +31,7 @@ FLOAT32_PARTS = ("value_head", "noise_head")
 
 
 class Forward(nn.Module):
-    """A forward pass through the policy, as a module whose outputs FSDP can see.
-
-    Args:
-        policy: policy that computes.
-    """
+    """A forward pass through the policy, as a module whose outputs FSDP can see."""
 
     def __init__(self, policy: VLAPolicy) -> None:
         super().__init__()

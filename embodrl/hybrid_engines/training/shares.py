@@ -70,8 +70,6 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
     """AdamW on this process's part of the weights, with gradients of its share of the rows.
 
     Args:
-        state: state of the sharded policy, on the device.
-        options: engine options of the run.
         mesh: mesh with the dimension DP: the processes of different shares.
     """
 

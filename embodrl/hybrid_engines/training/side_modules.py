@@ -25,15 +25,12 @@ class SideModules:
     They are small: every training process holds them whole, and their gradients are summed over the processes.
 
     Args:
-        section: section of the engine's state.
         modules: saved by name; parameters that require gradients train.
         policy_parts: parameters of the policy that train with them: part name -> name -> parameter. Their weights are
             saved with the policy.
         leaves: parameter of the policy -> the optimizer's tensor.
-        optim: betas and eps of AdamW.
 
     Attributes:
-        optimizer: AdamW with a group per trained part.
         nonfinite_in_row: consecutive steps whose loss or gradient was not finite.
     """
 

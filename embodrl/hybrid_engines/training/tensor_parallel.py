@@ -91,11 +91,7 @@ def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
 
 
 def _check_heads(name: str, layer: nn.Module, size: int) -> bool:
-    """Return whether all heads share one pair of keys and values.
-
-    Raises:
-        EmbodrlError: the heads cannot be divided evenly.
-    """
+    """Return whether all heads share one pair of keys and values."""
     attention: Any = layer.get_submodule("self_attn")
     heads = attention.q_proj.out_features // attention.head_dim
     groups = attention.k_proj.out_features // attention.head_dim

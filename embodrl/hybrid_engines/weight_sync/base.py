@@ -244,7 +244,6 @@ class WeightReceiver(ABC):
     Keeps the version accepted last, and its base.
 
     Args:
-        target: accepts the weights.
         layout: names and shapes of the target's policy (``layout_of``), compared before it is touched; None if the
             target checks them itself.
     """

@@ -237,7 +237,6 @@ class DiskReceiver(WeightReceiver):
 
     Args:
         target, layout: see WeightReceiver.
-        directory: directory of the sender.
     """
 
     def __init__(self, target: WeightTarget, directory: Path, layout: Layout | None = None) -> None:
@@ -278,8 +277,6 @@ class WeightPublisher:
     A full disk costs a version, not the run.
 
     Args:
-        directory: directory of the versions.
-        policy: trained policy.
         version: number of updates behind its weights; later versions by an earlier process are removed.
     """
 

@@ -23,11 +23,7 @@ LOOK_S = 1.0
 
 
 class WeightSource:
-    """Directories of versions that the served policy loads weights from, one at a time.
-
-    Args:
-        engine: engine of the policy.
-    """
+    """Directories of versions that the served policy loads weights from, one at a time."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
@@ -72,7 +68,6 @@ class WeightFollower(threading.Thread):
     """Loads every new version of a directory until stopped.
 
     Args:
-        source: loads the versions.
         directory: directory of the versions; it may appear later.
         fetch: called before every poll, to bring new versions into the directory; may raise a StoreError.
     """

@@ -24,12 +24,7 @@ from embodrl.workers.rollout_backend import RolloutBackend
 
 
 class NoCollector:
-    """Gathers nothing; passes weights to the evaluation engine.
-
-    Args:
-        config: run configuration.
-        engine: acts in evaluations.
-    """
+    """Gathers nothing; passes weights to the evaluation engine."""
 
     def __init__(self, config: Config, engine: RolloutEngine) -> None:
         self.config = config
@@ -72,10 +67,6 @@ class OfflineBackend(RolloutBackend):
     """The driver acts, in evaluations only.
 
     Args:
-        config: run configuration.
-        engine: acts, with the trained weights.
-        places: placement of the simulators.
-        log_dir: directory of their logs.
         should_stop: polled regularly; True interrupts an evaluation.
     """
 

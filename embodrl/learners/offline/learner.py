@@ -33,10 +33,7 @@ class OfflineUpdater(ReplayUpdater):
     The critics are small and train in this process; the engine, wherever it runs, receives their weights.
 
     Args:
-        config: run configuration.
         policy: this process's policy, which preprocesses frames; any with ``sft_loss``.
-        engine: holds the trained weights.
-        data: recorded frames.
         critics: IQL critics, whose advantages define the weights; None: equal weights.
         on_step: called with the finished and the total number of optimizer steps of an update.
     """

@@ -45,7 +45,6 @@ class LabelSettings:
     """Settings of the labels.
 
     Attributes:
-        tag: tag in the file names.
         lookahead: number of steps an advantage sums before it bootstraps from the value.
         positive: fraction of frames whose advantage counts as positive.
         failure_penalty: subtracted at the end of a failed episode; None: the length of the longest episode.
@@ -176,11 +175,7 @@ def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[
 
 
 def _units_of(model: ObservationModel, settings: LabelSettings) -> tuple[float, float]:
-    """Return the failure cost in a progress model's values, in steps, and the number of steps per unit of value.
-
-    Raises:
-        EmbodrlError: the model does not record it, or another one was requested.
-    """
+    """Return the failure cost in a progress model's values, in steps, and the number of steps per unit of value."""
     found = [model.facts.get(name) for name in ("failure_penalty", "scale")]
     penalty, scale = ((float(x) if isinstance(x, int | float) else 0.0) for x in found)
     if scale <= 0:

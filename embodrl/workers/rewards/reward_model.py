@@ -87,11 +87,8 @@ class RewardResult:
     """Result of training.
 
     Attributes:
-        path: model directory.
-        kind: kind of model.
         threshold: smallest probability classified as success; None for progress.
         trained_on, calibrated_on: numbers of episodes.
-        judged: quality on further, unseen episodes.
     """
 
     path: Path
@@ -299,11 +296,7 @@ def _share(flags: Flags) -> float | None:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse to overwrite anything but a reward model.
-
-    Raises:
-        UsageError: the directory holds something else.
-    """
+    """Refuse to overwrite anything but a reward model."""
     config = output / CONFIG_FILE
     replaced = config.is_file() and read_file(config).text("model_type", "") == REWARD_MODEL
     if output.exists() and not replaced and (not output.is_dir() or any(output.iterdir())):

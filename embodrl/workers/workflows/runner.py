@@ -65,10 +65,7 @@ class WorkflowRunner:
     episode depends on its numbers, not on the order of requests.
 
     Args:
-        config: run configuration.
         pool: started pool, without auto-reset.
-        engine: the policy.
-        keep_frames: keep the first camera's images for judging.
         workflow: None uses ``rollout.workflow``.
     """
 
@@ -242,11 +239,8 @@ class WorkflowCollector(SyncCollector):
     """Gathers like ``SyncCollector``, but ``rollout.workflow`` runs the episodes, one per environment.
 
     Args:
-        config: run configuration.
         pool: started pool, without auto-reset.
-        engine: the policy.
         should_stop: polled while waiting; if it returns True, ``gather`` raises InterruptedError.
-        judging: what the rewards need from the rollouts.
         share: the pool's share of the run's environments.
         workflow: None uses ``rollout.workflow``.
     """

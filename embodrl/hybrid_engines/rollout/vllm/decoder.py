@@ -49,8 +49,6 @@ class _Step:
     """Inputs and observed outputs of the current batch.
 
     Attributes:
-        first_id: id of the first bin.
-        sampling: temperature and top k.
         noise: ``float32[B,N,K]``; None chooses the most probable token.
         logits: ``float32[B,N,K]``.
         tokens: ``int64[B,N]``, indices among the K bins.

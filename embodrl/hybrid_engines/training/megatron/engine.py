@@ -31,7 +31,6 @@ class MegatronState(SharedState):
 
     Args:
         policy: sharded over the processes of ``mesh[TP]``.
-        options: engine options of the run.
         mesh: mesh with the dimensions ``dp`` and ``tp``.
         distributed: the optimizer's state is distributed over ``dp``.
     """
@@ -252,7 +251,6 @@ class MegatronTrainEngine(SharedTrainEngine[MegatronState]):
     Args:
         policy: whole, identical in all processes, on the device; sharded in place, and must not be used afterwards.
         model: section ``model``.
-        options: engine options of the run.
         mesh: mesh of the policy's device, with the dimensions ``dp`` and ``tp``, of consecutive ranks.
         distributed_optimizer: distribute the optimizer's state over ``dp`` (see ``optimizer.py``); by default on CUDA.
             Otherwise every process holds all of it: the same arithmetic with torch's AdamW.

@@ -128,7 +128,6 @@ class ParallelDecoder(nn.Module):
     """The layers and the embedding; called like ``LlamaModel``.
 
     Args:
-        llama: dimensions.
         parallel: result of ``parallel_config``.
         causal: tokens do not attend to later ones.
         recompute: recompute the activations of every layer in the backward pass.

@@ -61,7 +61,6 @@ class ActionDistribution:
         lm_head: this process's part, without bias.
         windows: see ``action_windows``.
         index: ``int64[...]``, chosen bins; they stay in the support even if they have left the top k since.
-        sampling: temperature and top k.
     """
 
     def __init__(
