@@ -40,9 +40,7 @@ def learning_rate(settings: SftConfig, step: int) -> float:
 def engine_config(config: Config, device: torch.device) -> Config:
     """Return the configuration of the train engine: ``sft``'s rates and batch sizes, no reference.
 
-    Args:
-        config: run configuration.
-        device: training device; on a CPU every core gets one micro-batch.
+    On a CPU ``device`` every core gets one micro-batch.
     """
     settings = config.sft
     cores = num_threads(config) if device.type == "cpu" and config.actor.training_backend == "native" else 1

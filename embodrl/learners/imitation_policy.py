@@ -95,11 +95,8 @@ def demo_statistics(
 ) -> tuple[RobotStatistics, list[int]]:
     """Return the statistics of demonstrations, and the action dimensions that hardly move (``dimension_stats``).
 
-    Args:
-        demos: demonstrations with all frames.
-        data_dir: their directory; the robot that it states names the statistics.
-        gripper: gripper convention of the policy, which actions are converted to.
-        include_state: also compute statistics of the state, if there is one.
+    The robot that ``data_dir`` states names the statistics; actions are converted to the policy's ``gripper``
+    convention.
     """
     action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
     state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None

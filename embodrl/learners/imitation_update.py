@@ -85,11 +85,7 @@ def make_imitation_loss(
 ) -> Callable[[Batch], LossOutput]:
     """Return ``weight`` times the imitation loss of a micro-batch, and unweighted scalars.
 
-    Args:
-        imitate: function like ``VLAPolicy.sft_loss``.
-        total: number of actions in the whole batch (scalar).
-        label_smoothing_bins: see ``VLAPolicy.sft_loss``.
-        weight: weight of the loss.
+    ``imitate`` is like ``VLAPolicy.sft_loss``; ``total`` is the number of actions in the whole batch (scalar).
     """
 
     def compute(micro: Batch) -> LossOutput:
@@ -110,10 +106,7 @@ def make_weighted_loss(
 ) -> Callable[[Batch], LossOutput]:
     """Return the imitation loss of a micro-batch whose ``action_mask float32[B,H]`` contains action weights.
 
-    Args:
-        imitate: function like ``VLAPolicy.sft_loss``.
-        num_actions: count of the whole batch, which the weighted sum is divided by.
-        label_smoothing_bins: see ``VLAPolicy.sft_loss``.
+    ``imitate`` is like ``VLAPolicy.sft_loss``; the weighted sum is divided by the whole batch's ``num_actions``.
     """
 
     def compute(micro: Batch) -> LossOutput:

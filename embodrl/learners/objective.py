@@ -46,13 +46,7 @@ def checked_loss(output: object, name: str) -> LossOutput:
 
 
 def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
-    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None if every ratio has equal weight.
-
-    Args:
-        batch: rollout batch.
-        trained: ``bool[T,B]``, chunks kept by ``flatten_chunks``.
-        algorithm: section with the aggregation of the loss.
-    """
+    """Return ``float32[T,B]`` for ``algorithm.loss_agg``, given ``trained bool[T,B]``; None for equal weights."""
     if algorithm.loss_agg == "token_mean":
         return None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
@@ -67,12 +61,7 @@ def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: flo
     """Return ``bool[T,B]``: chunks with a valid action and an advantage.
 
     Critic-free estimators give no advantage to episodes that a fault ended; counting these would shrink the gradient of
-    all others.
-
-    Args:
-        batch: rollout batch.
-        advantages: advantages of the rollout.
-        fraction: fraction of these chunks that trains, rounded up: the largest by mean ``|A|``; of ties, the earlier.
+    all others. Of these chunks ``fraction`` trains, rounded up: the largest by mean ``|A|``; of ties, the earlier.
     """
     trained = batch.valid.any(-1) & advantages.valid.any(-1)
     if fraction == 1.0:
@@ -120,10 +109,7 @@ def make_loss(
 ) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
     """Return the loss of a micro-batch, given the counts of its minibatch.
 
-    Args:
-        evaluate: function like ``VLAPolicy.evaluate_actions``.
-        algorithm: loss and its settings.
-        needs_values: the loss has a critic.
+    ``evaluate`` is like ``VLAPolicy.evaluate_actions``; ``needs_values``: the loss has a critic.
 
     Raises:
         EmbodrlError: when called: the loss needs values that the policy lacks, or returns no ``LossOutput``.

@@ -30,13 +30,9 @@ class ReplayUpdater(ABC):
 
     @abstractmethod
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
-        """Take the optimizer steps of an iteration and increment the engine's version.
+        """Take the optimizer steps of an iteration and increment the engine's version; return ``train/...`` metrics.
 
-        Args:
-            generator: source of the draws, on the CPU.
-
-        Returns:
-            metrics named ``train/...``.
+        ``generator``, on the CPU, is the source of the draws.
 
         Raises:
             NonFiniteError: a loss or several consecutive steps were not finite.

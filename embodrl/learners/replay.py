@@ -49,12 +49,7 @@ def with_data(config: Config, directory: str) -> Config:
 
 
 def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStores:
-    """Return an empty replay buffer, and the configured demonstrations.
-
-    Args:
-        config: run configuration.
-        policy: preprocesses observations.
-        pool: simulators whose state the demonstrations must have.
+    """Return an empty replay buffer, and the configured demonstrations, which must have the pool's state.
 
     Raises:
         EmbodrlError: the demonstrations come from another environment, or have missing or different rewards.

@@ -101,7 +101,6 @@ def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
 
 
 def _check_node(spec: NodeSpec, roles: Mapping[str, str]) -> Iterator[PipelineProblem]:
-    """Yield the problems of a single node."""
     yield from _check_name(spec)
     if isinstance(spec.deps, str):
         yield PipelineProblem(

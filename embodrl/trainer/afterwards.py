@@ -15,9 +15,7 @@ logger = logging.getLogger(__name__)
 def afterwards(what: str, repeated_by: str) -> Iterator[None]:
     """Log an exception of the block as one warning, since the result itself is complete.
 
-    Args:
-        what: product made from the result, e.g. ``report.html``.
-        repeated_by: command that creates it again.
+    The block makes ``what``, e.g. ``report.html``; the command ``repeated_by`` creates it again.
     """
     try:
         yield

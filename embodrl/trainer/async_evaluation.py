@@ -72,16 +72,10 @@ class EvaluationProcess(Worker):
 
     @dispatch()
     def evaluate(self, iteration: int, version: int, video_dir: str | None, best: float | None) -> EvaluationAnswer:
-        """Evaluate the newest weights, and export them if they are the best so far.
-
-        Args:
-            iteration: iteration of the policy, for the export.
-            version: expected version of the weights.
-            video_dir: directory for videos of the first episodes.
-            best: success rate of the best policy so far; None exports nothing.
+        """Evaluate the newest weights, and export them if they beat ``best``; None exports nothing.
 
         Raises:
-            WeightSyncError: the weights are damaged, or of another version.
+            WeightSyncError: the weights are damaged, or not of ``version``.
         """
         directory = self._run_dir / EVAL_WEIGHTS_DIR
         self._source.take(directory)
@@ -196,11 +190,7 @@ class AsyncEvaluator:
     def take(
         self, wanted_now: bool, should_stop: Callable[[], bool]
     ) -> tuple[PendingEvaluation, EvaluationAnswer] | None:
-        """Return the finished evaluation, once; None if there is none.
-
-        Args:
-            wanted_now: wait for the evaluation in progress.
-            should_stop: polled while waiting.
+        """Return the finished evaluation, once; None if there is none. ``wanted_now`` waits for it.
 
         Raises:
             InterruptedError: ``should_stop`` returned True; the evaluation continues.
@@ -235,7 +225,6 @@ class AsyncEvaluator:
                 lost = error
 
     def _count_restart(self, lost: WorkerDied) -> None:
-        """Count a restart of the process."""
         if not self._restarts.take():
             raise WorkerDied(
                 f"stopped after {self._restarts} of the evaluation process: {lost.message}",
@@ -247,7 +236,6 @@ class AsyncEvaluator:
         self._is_lost = True
 
     def _bring_up(self) -> None:
-        """Start the process unless it is running."""
         if not self._group.world_size:
             self._group.launch(self._places, self._launcher, {}, self._log_dir, _START_TIMEOUT_S)
         elif self._is_lost:

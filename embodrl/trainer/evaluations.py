@@ -120,12 +120,7 @@ class Evaluations:
         return None if self.in_progress is None else asdict(self.in_progress)
 
     def restore(self, checkpoint: Checkpoint, late: Row | None) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            checkpoint: checkpoint of the run.
-            late: row of the evaluation in progress at the checkpoint, if it has finished since.
-        """
+        """Continue from a checkpoint; ``late`` is the row of its evaluation in progress, if finished since."""
         self._unfinished = unfinished_evaluation(checkpoint)
         if late is not None:
             self._unfinished = None

@@ -72,9 +72,7 @@ def run_directory(config: Config) -> Path:
 def removed_if_empty(directory: Path, ignored: Collection[str] = ()) -> Iterator[None]:
     """Remove an output directory without files when an error or a signal ends the block.
 
-    Args:
-        directory: may be missing.
-        ignored: relative paths of files that are not results.
+    ``ignored`` are relative paths of files that are not results. The directory may be missing.
     """
     try:
         yield

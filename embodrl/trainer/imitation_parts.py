@@ -77,11 +77,7 @@ def make_hooks(
 ) -> ImitationHooks:
     """Return a learner's hooks; the simulators run only during evaluations.
 
-    Args:
-        session: attempt at the run.
-        policy: this process's policy.
-        progress: shows every step.
-        validate: measures held-out demonstrations; None without any.
+    ``validate`` measures held-out demonstrations; None without any.
     """
     config = session.config
     shown = dict[str, float]()

@@ -121,10 +121,7 @@ class RunLock:
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[RunLock]:
-    """Keep other processes from writing to a run's directory; the lock ends with the process, however that ends.
-
-    Args:
-        directory: run directory; created if missing.
+    """Keep other processes from writing to a run's directory, created if missing, until this process ends.
 
     Raises:
         OutputError: another process uses it, it is not writable, or it contains links to elsewhere.

@@ -102,11 +102,7 @@ class Trainer:
         return (0 if self.is_finished else self.stop.exit_code) if self.is_saved else 1
 
     def restore(self, checkpoint: Checkpoint, late: Row | None = None) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            checkpoint: checkpoint of this run.
-            late: row of the evaluation in progress at the checkpoint, if it has finished since.
+        """Continue from a checkpoint; ``late`` is the row of its evaluation in progress, if finished since.
 
         Raises:
             CheckpointError: the checkpoint was made with other settings.
@@ -160,7 +156,6 @@ class Trainer:
             self.is_saved = False
 
     def _save(self) -> None:
-        """Write a checkpoint; see ``Saver.save``."""
         content: dict[str, object] = {
             "iteration": self.iteration,
             "pending": self.pending,

@@ -299,10 +299,7 @@ def _learning(
 def load_demonstrations(config: Config, policy: VLAPolicy) -> Demonstrations:
     """Return the demonstrations that are imitated in addition to the loss of rollouts (``algorithm.bc_coef``).
 
-    Args:
-        config: run configuration; ``algorithm.off_policy.demos`` are the demonstrations, and each step uses
-            ``actor.global_batch_size`` frames.
-        policy: policy that defines the chunks.
+    They are ``algorithm.off_policy.demos``, and each step uses ``actor.global_batch_size`` frames.
 
     Raises:
         EmbodrlError: the demonstrations are damaged, or from another environment or robot.

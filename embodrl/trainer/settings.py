@@ -316,7 +316,6 @@ def _is_list(value: object) -> TypeGuard[list[object]]:
 
 
 def _values(text: str) -> dict[str, object] | None:
-    """Return the values of a configuration; None unless it is a non-empty YAML mapping."""
     tree, problems = parse_yaml(text, CONFIG_FILE)
     values = tree.plain()
     return values if _is_section(values) and values and not problems else None

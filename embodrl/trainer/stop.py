@@ -97,10 +97,8 @@ class StopSignal:
         """Let the first signal from now on leave time to save.
 
         Before, and from the second signal on, a signal ends the block immediately, through the ``finally`` clauses that
-        close the simulators. A second signal within ``REPEAT_S`` of the first is ignored.
-
-        Args:
-            hint: what the user can do if nothing more could be saved; renewed with every checkpoint.
+        close the simulators. A second signal within ``REPEAT_S`` of the first is ignored. ``hint`` says what the user
+        can do if nothing more could be saved; it is renewed with every checkpoint.
         """
         self._hint = hint
 

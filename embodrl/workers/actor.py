@@ -160,13 +160,9 @@ class ActorWorker(SendingWorker):
     def call_update(
         self, number: int, method: str, args: list[Any], generators: dict[int, str]
     ) -> tuple[Any, dict[int, str], Counters]:
-        """Call a method of an update; return the result (from rank 0 only), the generator states, and the counters.
+        """Call a method of an update; return the result (rank 0 only), the generator states, and the counters.
 
-        Args:
-            number: number of the update.
-            method: method name.
-            args: method arguments.
-            generators: position among the arguments -> generator state.
+        ``generators`` maps positions among the arguments to generator states.
         """
         for place, state in generators.items():
             args[place] = torch.Generator()

@@ -71,14 +71,7 @@ def workflow_runner() -> WorkflowRunnerSpec:
 def make_runners(
     config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging = NOT_JUDGED
 ) -> list[EpisodeRunner]:
-    """Return one runner per pipeline stage.
-
-    Args:
-        config: run configuration.
-        pool: started pool.
-        engine: engine with its own copy of the weights.
-        judging: what the rewards need from the rollouts.
-    """
+    """Return one runner per pipeline stage; ``engine`` has its own copy of the weights."""
     if config.rollout.workflow is None:
         return [*make_lockstep_runners(config, pool, engine, judging)]
     parts = pool.split(config.rollout.pipeline_stages)
@@ -295,7 +288,6 @@ class AsyncCollector:
         return None
 
     def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
-        """Return a shard, or None if it was interrupted."""
         # A shard is determined by its number alone, so it is the same on any stage and after a resume.
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.runners))

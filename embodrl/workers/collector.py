@@ -104,11 +104,7 @@ class Collector(Protocol):
         ...
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """Return another batch for the same update; metrics cover everything since ``gather``.
-
-        Args:
-            iteration: see ``gather``.
-            epoch: number of rollouts that the iteration already has.
+        """Return another batch for the update, number ``epoch`` of the iteration; metrics cover all since ``gather``.
 
         Raises:
             InterruptedError: as in ``gather``.
@@ -294,11 +290,7 @@ class SyncCollector:
         return {"metas": self.metas(), "random": self.engine.random_state(), "before": self._before}
 
     def restore(self, carried: Snapshot) -> None:
-        """Continue from another worker's ``snapshot``, with fresh simulators.
-
-        Args:
-            carried: if no update is in progress, ``before`` is None and ``metas`` is empty.
-        """
+        """Continue from a ``snapshot``, with fresh simulators; ``before`` is None between updates."""
         self.engine.set_random_state(carried["random"])
         if carried["before"] is not None:
             # The mark was lost with the predecessor's simulators, so the fresh ones are marked in their current state.
@@ -313,7 +305,6 @@ class SyncCollector:
         return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
     def _begin(self, iteration: int, epoch: int) -> None:
-        """Start fresh episodes in all environments, and play up to their branch points."""
         branches = self.config.algorithm.branch.enabled
         if branches:
             self.pool.call("rebuild", restart=True)  # then a state restored by replay has only one episode to replay
@@ -325,7 +316,6 @@ class SyncCollector:
             self._prefix_steps += sum(stage.branch(points[stage.rows], self.should_stop) for stage in self.stages)
 
     def _roll_out(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
-        """Run one rollout of all environments; return one batch per stage."""
         self._begin(iteration, epoch)
         take_turns([stage.play for stage in self.stages], self.should_stop)
         groups = self.schedule.group_ids(epoch)

@@ -348,7 +348,6 @@ class DemoCollector(Recorder):
         self._play.run(lambda: self.finished or self.should_stop())
 
     def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Choose the tasks that lack the most episodes."""
         missing = (self.wanted - self.kept).astype(np.float64)
         tasks = np.zeros(len(rows), np.int32)
         for place in range(len(rows)):

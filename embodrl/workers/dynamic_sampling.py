@@ -16,18 +16,10 @@ from embodrl.workers.collector import Collector
 def sample_mixed_groups(
     rollout: Collector, batch: TrajectoryBatch, iteration: int
 ) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-    """Return groups with both successes and failures, from further rollouts if needed.
+    """Return ``[T,B]`` of groups with both successes and failures, from further rollouts if needed, and metrics.
 
-    DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Surplus groups are dropped.
-
-    Args:
-        rollout: collector that gathered the batch in this iteration.
-        batch: ``[T,B]``, complete groups.
-        iteration: current iteration.
-
-    Returns:
-        ``[T,B]`` with as many groups as the batch, or fewer if ``algorithm.filter.max_resamples`` further rollouts do
-        not suffice; and the updated rollout metrics.
+    DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. There are as many groups as in ``batch``, or fewer if
+    ``algorithm.filter.max_resamples`` further rollouts do not suffice. Surplus groups are dropped.
 
     Raises:
         InterruptedError: the run is stopping.

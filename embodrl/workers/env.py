@@ -94,11 +94,7 @@ def _check_state(config: Config, pool: EnvPool) -> None:
 
 
 def check_videos(config: Config, here: bool = False) -> None:
-    """Reject videos that cannot be encoded, before anything starts.
-
-    Args:
-        config: run configuration; without ``env.video.enabled`` nothing is checked.
-        here: this process reads and writes videos, too.
+    """Reject videos that cannot be encoded, before anything starts; ``here``: this process handles videos, too.
 
     Raises:
         MissingDependencyError: the simulators' interpreter, or this one, lacks imageio or its ffmpeg.

@@ -145,12 +145,7 @@ Played = dict[Decoding, EpisodeResults]
 
 
 def join_results(parts: Sequence[Played], seconds: Callable[[Iterable[float]], float]) -> Played:
-    """Concatenate the outcomes of several groups of episodes.
-
-    Args:
-        parts: at least one result, all with the same decodings.
-        seconds: reduction of the groups' times: ``max`` for groups that ran at the same time, else ``sum``.
-    """
+    """Concatenate results of episode groups; ``seconds`` is ``max`` if they ran at the same time, else ``sum``."""
     return {decoding: _join([part[decoding] for part in parts], seconds) for decoding in parts[0]}
 
 
@@ -182,13 +177,7 @@ Choose = Callable[[Observation, NDArray[np.int64], int], PolicyOutput]
 
 
 def chooser(engine: RolloutEngine, seed: int, decoding: Decoding) -> Choose:
-    """Return the action chooser of one decoding for evaluations, with its own random numbers.
-
-    Args:
-        engine: the policy.
-        seed: seed of episode 0.
-        decoding: one of the engine's decodings.
-    """
+    """Return the action chooser of one decoding, with its own random numbers; ``seed`` belongs to episode 0."""
     if decoding != "sampled":
         return lambda observation, episodes, number: engine.decide(observation, decoding)
     shared = engine.make_generators([seed])
@@ -414,12 +403,7 @@ def _check_same(training: EnvSpec, held_out: EnvSpec) -> None:
 
 
 def evaluation_result(config: Config, played: Played) -> EvalResult:
-    """Return the figures of all episodes of an evaluation, by decoding.
-
-    Args:
-        config: configuration of the evaluation; episode i has task number ``i mod n``.
-        played: results in episode order.
-    """
+    """Return the figures of an evaluation by decoding, from results in episode order."""
     first, *others = (_figures(config, decoding, results) for decoding, results in played.items())
     first.decodings = {result.decoding: result for result in others}
     return first
@@ -471,6 +455,5 @@ def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> Eva
 
 
 def _mean(values: np.ndarray) -> float:
-    """Return the mean without NaN; NaN if no value is left."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if len(values) else float("nan")

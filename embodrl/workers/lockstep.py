@@ -128,13 +128,7 @@ class LockstepRunner:
         tasks: NDArray[np.int32],
         generators: list[torch.Generator] | None = None,
     ) -> None:
-        """Start fresh episodes.
-
-        Args:
-            seeds: ``int64[B]``.
-            tasks: ``int32[B]``.
-            generators: see the class.
-        """
+        """Start fresh episodes with ``seeds int64[B]`` and ``tasks int32[B]``; ``generators`` as in the class."""
         self.generators = generators
         self.play.begin(seeds, tasks)
 
@@ -142,17 +136,14 @@ class LockstepRunner:
         """Move each group to its leader's (first environment's) state after some chunks; call after ``begin``.
 
         If the leader's episode ends earlier, they start at its last chunk, or at the reset. The way there is not
-        recorded, but counts in episode returns and lengths.
-
-        Args:
-            points: ``int64[B]``, number of chunks that the leader plays, equal within a group.
-            should_stop: called before every chunk.
+        recorded, but counts in episode returns and lengths. ``points int64[B]`` are numbers of chunks, equal within a
+        group.
 
         Returns:
-            Number of simulated environment steps.
+            number of simulated environment steps.
 
         Raises:
-            InterruptedError: ``should_stop`` returned True.
+            InterruptedError: ``should_stop`` returned True; it is called before every chunk.
         """
         assert self.play.observation is not None
         every = np.arange(len(points))
@@ -195,11 +186,7 @@ class LockstepRunner:
         self.pool.call("rebuild", restart=True)
 
     def stack(self, group_id: Tensor) -> TrajectoryBatch:
-        """Return the gathered batch.
-
-        Args:
-            group_id: ``int64[B]``, equal where episodes began in the same initial state.
-        """
+        """Return the gathered batch; ``group_id int64[B]`` is equal for equal initial states."""
         self.play.end()
         clock = time.perf_counter()
         columns: dict[str, Any] = {}

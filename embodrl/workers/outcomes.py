@@ -44,12 +44,8 @@ class EpisodeStats:
         return EpisodeStats(by_task={task: [0, 0] for task in tasks})
 
     def add(self, step: EnvStep, acted: NDArray[np.bool_], tasks: Sequence[str]) -> None:
-        """Count the episodes that ended in a chunk; episodes ended by a fault count as lost only.
-
-        Args:
-            step: results of the chunk.
-            acted: ``bool[B]``, environments whose episodes were running before it.
-            tasks: B tasks of these episodes.
+        """Count the chunk's ended episodes, lost ones only as lost; ``acted bool[B]`` had running episodes of
+        ``tasks``.
         """
         done = step.done & acted
         lost = done & ~step.valid.any(axis=1)

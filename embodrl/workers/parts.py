@@ -30,11 +30,7 @@ def prepare_acting(
 ) -> None:
     """Set up torch for acting in this process, and reject what cannot work before anything starts.
 
-    Args:
-        config: run configuration.
-        deployment: placement of its processes.
-        decoding: decoding that the verb uses; ``all`` for every decoding of the policy.
-        simulates: the simulators of ``config`` are started, too.
+    ``decoding`` is the verb's, ``all`` for all of the policy's; ``simulates``: the simulators are started, too.
 
     Raises:
         EmbodrlError: the device has too little memory for the weights, or the simulator cannot run.
@@ -53,12 +49,9 @@ def make_acting(config: Config, policy: VLAPolicy | None = None) -> RolloutEngin
 def acting_policy(
     loaded: LoadedConfig, name: str, make_policy: Callable[[Config], VLAPolicy] = build_policy
 ) -> RecordedPolicy:
-    """Build the policy of a configuration loaded for ``record``.
+    """Build a ``record`` policy from its configuration; ``name`` is its path or address.
 
-    Args:
-        loaded: policy configuration.
-        name: path or address of the policy.
-        make_policy: policy factory; by default the one that ``config.model`` names.
+    ``make_policy`` defaults to the factory that ``config.model`` names.
 
     Raises:
         EmbodrlError: the device has too little memory for the weights, or the policy cannot be built.
@@ -78,13 +71,7 @@ def make_share(
 ) -> tuple[EnvPool, RolloutEngine]:
     """Start the simulators of a process while its policy is built; return the simulators and the engine.
 
-    Args:
-        config: configuration of the whole run.
-        deployment: placement of its processes.
-        share: this process's share of the environments.
-        log_dir: directory for the simulators' output.
-        places: placement of the simulators.
-        training: False for a process that only evaluates.
+    ``training`` is False for a process that only evaluates.
 
     Raises:
         EnvError: a simulator could not be started or lacks what the run relies on; the others have been stopped.

@@ -85,12 +85,7 @@ class Recorder:
     """Keeps data of a play. Hooks do nothing unless overridden."""
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
-        """All environments begin fresh episodes.
-
-        Args:
-            seeds: ``int64[B]``.
-            observation: first observation of each episode.
-        """
+        """All environments begin fresh episodes, with ``seeds int64[B]`` and first observations."""
 
     def before(self, observation: Observation, output: PolicyOutput) -> PolicyOutput:
         """Return the output to execute, usually the chosen one; called before the actions are sent."""
@@ -141,12 +136,7 @@ class Play:
         return np.ones(self.pool.spec.num_envs, np.bool_) if self.last is None else self.last.going
 
     def begin(self, seeds: NDArray[np.int64], tasks: NDArray[np.int32]) -> None:
-        """Start fresh episodes.
-
-        Args:
-            seeds: ``int64[B]``.
-            tasks: ``int32[B]``.
-        """
+        """Start fresh episodes with ``seeds int64[B]`` and ``tasks int32[B]``."""
         clock = time.perf_counter()
         self.seconds = Seconds()
         self.start(seeds, self.pool.reset(seeds, tasks))

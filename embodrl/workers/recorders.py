@@ -282,14 +282,9 @@ class SourceRecorder(LabelRecorder):
 
 
 def seen_after(chunk: PlayedChunk, auto_reset: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return the observation after a chunk, belonging to the chunk's own episode.
+    """Return the observation after a chunk, of its own episode: ``uint8[B,V,H,W,3]`` and ``float32[B,S]``.
 
-    Args:
-        chunk: played chunk.
-        auto_reset: where an episode has ended, ``chunk.step`` holds the first observation of the next one.
-
-    Returns:
-        images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
+    With ``auto_reset``, ``chunk.step`` holds the next episode's first observation where one has ended.
     """
     step = chunk.step
     before = chunk.seen

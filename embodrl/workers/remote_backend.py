@@ -209,7 +209,6 @@ class RemoteBackend(RolloutBackend):
                 self._join_all()
 
     def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep the current weights for restarted processes."""
         if not self.config.runner.max_staleness:
             self._weights = self._state_dict
             return
@@ -256,7 +255,6 @@ class RemoteBackend(RolloutBackend):
             self._new.remove(rank)
 
     def _check(self) -> None:
-        """Raise if a process is known to be dead."""
         for rank in range(self.size):
             # A process in a rollout answers late: reuse its pending ping, so that pings do not pile up.
             ping = self._pings.pop(rank, None) or self.group.call_on(rank, "about")
@@ -267,11 +265,7 @@ class RemoteBackend(RolloutBackend):
                 raise ping.error
 
     def revive(self, error: WorkerDied, incarnation: int) -> None:
-        """Restart a process with the current weights.
-
-        Args:
-            error: error of the dead process.
-            incarnation: incarnation that died; if it has been restarted since, nothing happens.
+        """Restart a process with the current weights, unless ``incarnation`` has been restarted already.
 
         Raises:
             WorkerDied: ``rollout.max_restarts`` is exhausted.
@@ -390,11 +384,7 @@ class RemoteBackend(RolloutBackend):
         return [answers[rank] or {} for rank in ranks]
 
     def remember(self, random: Sequence[list[str] | None]) -> None:
-        """Store the random state of each process for its replacement.
-
-        Args:
-            random: states by process; None for a lost process, which is assumed to be where its update began.
-        """
+        """Store random states for replacements; None keeps a lost process where its update began."""
         for rank, (numbers, known) in enumerate(zip(random, self._carried, strict=True)):
             where = known["before"] if numbers is None and known is not None else numbers
             if where is not None:
@@ -431,7 +421,6 @@ class RemoteBackend(RolloutBackend):
             self._end_late(handles)
 
     def _learn(self, rank: int, answer: Answer) -> None:
-        """Record faults and random states."""
         known = self._known_faults[rank]
         # Processes report totals; only the increase is added.
         for name, number in answer["faults"].items():

@@ -320,7 +320,6 @@ def _numbers_of(batch: TrajectoryBatch) -> list[int]:
 
 
 def _renumber(batch: TrajectoryBatch, numbers: dict[int, int]) -> None:
-    """Replace call numbers; missing ones become -1."""
     if batch.call_id is not None:
         renumbered = [numbers.get(number, -1) for number in batch.call_id.flatten().tolist()]
         batch.call_id = torch.tensor(renumbered, dtype=torch.int64).view(batch.call_id.shape)
@@ -566,7 +565,6 @@ def _settle(setter: Callable[[T], None], value: T) -> None:
 
 
 def _as_reward(result: object, num_actions: int) -> Tensor:
-    """Return ``float32[]`` or ``float32[n]``."""
     try:
         reward = torch.as_tensor(result, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, RuntimeError):

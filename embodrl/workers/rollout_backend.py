@@ -108,15 +108,7 @@ def make_collector(
     should_stop: Callable[[], bool],
     rewards: RewardWorker,
 ) -> Collector:
-    """Return the driver's collector for ``runner.max_staleness`` and ``rollout.workflow``.
-
-    Args:
-        config: run configuration.
-        pool: started pool.
-        engine: acts with the trained weights.
-        should_stop: polled regularly; True interrupts a rollout.
-        rewards: computes the rewards.
-    """
+    """Return the driver's collector for ``runner.max_staleness`` and ``rollout.workflow``."""
     if config.runner.max_staleness == 0:
         return make_sync_collector(config, pool, engine, should_stop, rewards.judging)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]

@@ -192,7 +192,6 @@ class RolloutProcess(Worker):
         return {"faults": dict(vars(self.pool.faults))}
 
     def _should_stop(self) -> bool:
-        """Return whether the driver has cancelled the current request."""
         try:
             # Signals for earlier requests may still be in the channel; they are discarded.
             while not self._stopped:

@@ -115,11 +115,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Use new weights from the next batch on.
-
-        Args:
-            weights: names and tensors of the policy; tensors that share memory with this engine's are skipped.
-            version: number of updates behind them.
+        """Use new weights from the next batch on; tensors that share memory with the policy's are skipped.
 
         Raises:
             KeyError: a name is unknown.
@@ -170,12 +166,9 @@ class RolloutEngine(ABC):
     def decide(
         self, observation: Observation, decoding: Decoding, generators: Sequence[RandomSource] | None = None
     ) -> PolicyOutput:
-        """Choose a chunk of actions for each row, without values.
+        """Choose a chunk of actions for each row with one of ``decodings``, without values.
 
-        Args:
-            observation: ``[B]``.
-            decoding: one of ``decodings``.
-            generators: generators of ``sampled``; None draws from the engine's own.
+        ``generators`` serve ``sampled``; None draws from the engine's own.
 
         Raises:
             EmbodrlError: there is no such decoding.

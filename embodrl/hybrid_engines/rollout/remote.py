@@ -231,7 +231,6 @@ def _message(request: ActRequest, rows: np.ndarray[Any, Any], seeds: list[int]) 
 
 
 def _output(answer: Mapping[str, Any]) -> PolicyOutput:
-    """Return a server's answer as tensors."""
     actions, logprobs, values = (answer.get(name) for name in ("actions", "logprobs", "values"))
     inputs = answer.get("forward_inputs")
     tensors = {"logprobs": logprobs, **inputs} if isinstance(inputs, Mapping) else {"logprobs": None}

@@ -15,11 +15,6 @@ def fused_adamw(
     """Return AdamW with a learning rate of zero and no weight decay, unless the groups set others.
 
     Whether the weights are dense is decided here, once: a weight replaced later by a view with gaps is not noticed.
-
-    Args:
-        params: tensors, or groups as in ``torch.optim.Optimizer``.
-        betas: decay rates of the moments.
-        eps: added to the denominator.
     """
     groups = [group if isinstance(group, Mapping) else {"params": [group]} for group in params]
     # Moments of a weight with gaps in memory have no gaps: the kernel would pair wrong elements.

@@ -22,10 +22,7 @@ T = TypeVar("T")
 def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int, niceness: int = 0) -> list[T]:
     """Return the tasks' results in order; requires a previous ``torch.set_num_threads(1)``.
 
-    Args:
-        tasks: independent pieces of work.
-        num_threads: cores to use.
-        niceness: added to the process's niceness, so that its other threads have priority (Linux only).
+    ``niceness`` is added to the process's, so that its other threads have priority (Linux only).
     """
     if not niceness and (num_threads <= 1 or len(tasks) <= 1):
         return [task() for task in tasks]
@@ -43,9 +40,7 @@ def _be_nice(niceness: int) -> None:
 def add_gradients(gradients: Sequence[Sequence[Tensor | None]], leaves: Sequence[nn.Parameter]) -> None:
     """Add the gradients of several losses, in order, to the leaves' gradients, in the leaves' precision.
 
-    Args:
-        gradients: for each loss one per leaf; None if the loss does not depend on it.
-        leaves: receive the gradients.
+    ``gradients`` has one per leaf for each loss, None for independent ones.
     """
     for found in gradients:
         for leaf, gradient in zip(leaves, found, strict=True):

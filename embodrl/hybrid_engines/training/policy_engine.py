@@ -125,12 +125,9 @@ class PolicyTrainEngine(TrainEngine):
         modules: Mapping[str, nn.Module | nn.Parameter],
         policy_parts: Mapping[str, list[nn.Parameter]],
     ) -> SideModules:
-        """Train modules alongside the policy, with their own optimizer.
+        """Train modules, identical in all processes and on the device, alongside the policy, with their own optimizer.
 
-        Args:
-            section: section of the engine's state.
-            modules: identical in all processes; on the device.
-            policy_parts: parameters of the policy that train with them, by part name.
+        ``policy_parts`` are parameters of the policy that train with them, by part name.
         """
         return self.state.add_modules(section, modules, policy_parts)
 
@@ -142,16 +139,11 @@ class PolicyTrainEngine(TrainEngine):
         self._let_policy_train(train_policy)
 
     def _let_policy_train(self, train_policy: bool) -> None:
-        """Enable or disable the policy's gradients."""
         for parameter in self.state.policy_parameters:
             parameter.requires_grad_(train_policy)
 
     def optimizer_step(self, loss: Tensor, parameters: Sequence[nn.Parameter] | None = None) -> OptimizerStep:
-        """Clip the gradients, update the weights if everything is finite, and clear the gradients.
-
-        Args:
-            loss: scalar; if not finite, the weights are not updated.
-            parameters: as in ``forward_backward``.
+        """Clip the gradients, update the weights if everything (``loss`` included) is finite, and clear the gradients.
 
         Raises:
             NonFiniteError: too many consecutive steps were not finite.

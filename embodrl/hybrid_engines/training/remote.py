@@ -80,11 +80,8 @@ class RemoteTrainEngine(TrainEngine):
     def call_update(self, number: int, method: str, args: Sequence[object]) -> Any:
         """Call a method of an update in every process; return the answer of rank 0.
 
-        Args:
-            number: number of the update, in attachment order.
-            method: method name.
-            args: method arguments. Random generators are copied to every process, and continue here from their final
-                state there. Iterators arrive as lists.
+        Updates are numbered in attachment order. Random generators among ``args`` are copied to every process, and
+        continue here from their final state there. Iterators arrive as lists.
         """
         generators = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Generator)}
         sent = [None if isinstance(arg, torch.Generator) else arg for arg in args]

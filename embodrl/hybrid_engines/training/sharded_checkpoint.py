@@ -55,9 +55,7 @@ class ShardedState(Protocol):
 def save_state(state: ShardedState, directory: Path) -> FileFacts:
     """Write this process's part of an engine's state; a collective call of all processes that share it.
 
-    Args:
-        state: state of an engine, before or after any update.
-        directory: new directory, on a file system that all processes see.
+    ``directory`` is new, on a file system that all processes see.
 
     Returns:
         the files written by this process, all synced; the checksums are computed from memory.

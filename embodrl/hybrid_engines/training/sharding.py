@@ -62,10 +62,8 @@ def blocks_of(policy: VLAPolicy) -> list[nn.Module]:
 def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Forward:
     """Shard a policy's weights over ``mesh[DP]``, block by block; gradients are summed, not averaged.
 
-    Args:
-        policy: whole, identical in all processes; its parameters are replaced by DTensors.
-        mesh: mesh of the policy's device, with the dimension DP.
-        config: gather dtype, and when gathered weights are freed.
+    The policy is identical in all processes; its parameters are replaced by DTensors. ``config`` sets the gather dtype,
+    and when gathered weights are freed.
 
     Returns:
         the module to run forward passes with.

@@ -129,12 +129,7 @@ class SideModules:
 
 
 def check_side(saved: Mapping[str, Tensor], weights: Mapping[str, tuple[int, ...]], trained: Iterable[str]) -> None:
-    """Reject a section of other modules.
-
-    Args:
-        saved: tensors by name.
-        weights: required shapes.
-        trained: names that may have moments, including the policy's parts.
+    """Reject a section of other modules; only names in ``trained`` may have moments.
 
     Raises:
         CheckpointError: names or shapes differ.

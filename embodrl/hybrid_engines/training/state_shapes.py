@@ -80,10 +80,7 @@ def check_fit(
 ) -> None:
     """Reject a state of another policy, or one that has lost its moments.
 
-    Args:
-        saved: tensors by section and name.
-        shapes: required contents.
-        counters: saved counters; earlier versions do not record whether there were moments.
+    ``counters`` of earlier versions do not record whether there were moments.
 
     Raises:
         CheckpointError: names or shapes differ.

@@ -50,11 +50,7 @@ def decoder_layers(policy: nn.Module) -> dict[str, nn.Module]:
 
 
 def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Shard the decoder layers of a policy over a one-dimensional mesh; everything else stays whole.
-
-    Args:
-        policy: whole, identical in all processes; changed in place.
-        mesh: mesh of the processes that share a layer.
+    """Shard the decoder layers of a policy in place over a one-dimensional mesh; everything else stays whole.
 
     Returns:
         names of the whole parameters of whose gradient each process has a part: per-head norms, and keys and values

@@ -334,7 +334,6 @@ class StreamReceiver(WeightReceiver):
         return self._accept(begin, tensors)
 
     def _messages(self, begin: Message) -> Iterator[Message]:
-        """Yield the buckets and the end."""
         for num_buckets in count():
             message = self._next(begin, num_buckets)
             yield message

@@ -33,14 +33,9 @@ class WeightSource:
         self._receivers: dict[Path, DiskReceiver] = {}
 
     def take(self, directory: Path) -> SyncReport | None:
-        """Use the newest version of a directory that is marked STABLE.
+        """Use a directory's newest STABLE version; return it, or None if none is newer than the last one loaded there.
 
-        Args:
-            directory: directory with versions as ``v000012/``, as written by a run with
-                ``rollout.publish_weights=true``.
-
-        Returns:
-            the loaded version; None if there is none newer than the last one loaded from there.
+        The versions are ``v000012/`` etc., as written by a run with ``rollout.publish_weights=true``.
 
         Raises:
             WeightSyncError: the version is incomplete, damaged, of another policy, or unreadable; the weights stay

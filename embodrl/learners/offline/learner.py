@@ -93,11 +93,7 @@ class OfflineUpdater(ReplayUpdater):
     ) -> dict[str, float]:
         """Take one step on ``sum_i w_i loss_i / (number of actions)``; return metrics.
 
-        Args:
-            frames: frame indices, ``int64[B]``.
-            weights: ``float32[B]``.
-            learning_rate: rate of the policy.
-            words: instructions of the frames; None for the dataset's.
+        ``frames int64[B]`` are indices, ``weights float32[B]``; ``words`` None uses the dataset's instructions.
         """
         actions, inside = self.data.actions(frames, self.policy.action_horizon)
         inputs = self.policy.sft_inputs(self.data.observation(frames, words), actions)

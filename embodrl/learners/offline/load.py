@@ -33,11 +33,7 @@ RECAP = "recap"
 
 
 def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, ObservationSpec | None]:
-    """Return the configured dataset, and the critics' observations if there are critics.
-
-    Args:
-        config: run configuration; ``algorithm.off_policy.demos`` is the dataset.
-        policy: policy that defines the chunks.
+    """Return the dataset ``algorithm.off_policy.demos``, and the critics' observations if there are critics.
 
     Raises:
         EmbodrlError: the dataset comes from another environment, has missing or different rewards, or lacks its labels.
@@ -84,26 +80,13 @@ def observation_spec(config: Config, demos: Demos) -> ObservationSpec:
 
 
 def small_inputs(demos: Demos, instructions: Sequence[str], spec: ObservationSpec) -> dict[str, Tensor]:
-    """Return the inputs of an ``ObservationNet`` for all frames, ``[N,...]`` by name.
-
-    Args:
-        demos: frames.
-        instructions: in the order of their numbers.
-        spec: observations that the network uses.
-    """
+    """Return the inputs of an ``ObservationNet`` for all frames, ``[N,...]`` by name."""
     numbers = np.array([instructions.index(text) for text in demos.instruction_table], np.int64)
     return network_inputs(spec, demos.images, demos.state, torch.from_numpy(numbers[demos.instruction]))
 
 
 def chunk_outcomes(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: AlgorithmConfig) -> ChunkOutcomes:
-    """Return n-step returns of the chunks that begin at each frame.
-
-    Args:
-        demos: frames.
-        outcomes: outcomes of their actions.
-        chunk: C.
-        algorithm: discount, level of rewards, and n (``off_policy.n_step``).
-    """
+    """Return n-step returns of the chunks that begin at each frame; n is ``off_policy.n_step``."""
     frames = np.arange(len(demos.last))
     last = demos.last
     starts = frames[:, None] + chunk * np.arange(algorithm.off_policy.n_step)  # [N,n]

@@ -145,12 +145,8 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
 def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[Tensor, dict[str, float]]:
     """Return the frames ``bool[N]`` that count as positive, and the smallest positive advantage of each task.
 
-    Positive are the best ``fraction`` of each task, and all frames where an expert or a person replaced the policy.
-
-    Args:
-        demos: demonstrations with N frames.
-        advantages: ``float32[N]``.
-        fraction: above 0, below 1.
+    Positive are the best ``fraction`` of each task by ``advantages float32[N]``, and all frames where an expert or a
+    person replaced the policy.
 
     Raises:
         EmbodrlError: a task's advantages are not finite, so they cannot be ranked.

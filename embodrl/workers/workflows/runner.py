@@ -185,7 +185,6 @@ class WorkflowRunner:
         return trajectory
 
     def _wait(self, runner: AsyncTaskRunner, should_stop: Callable[[], bool]) -> list[TaskResult]:
-        """Return the results in environment order."""
         results: list[TaskResult] = []
         while len(results) < self.num_envs:
             if should_stop():

@@ -171,10 +171,7 @@ class VllmDecoder:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite all weights in place.
-
-        Args:
-            weights: every name of transformers' Llama; any precision, any device.
+        """Overwrite all weights in place, given every name of transformers' Llama; any precision, any device.
 
         Raises:
             RolloutEngineError: vLLM failed now or earlier, and is unusable.

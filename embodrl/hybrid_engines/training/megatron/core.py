@@ -15,10 +15,7 @@ EXTRA = "megatron"
 
 
 def megatron(name: str) -> ModuleType:
-    """Return a module of megatron-core.
-
-    Args:
-        name: module path after ``megatron.core.``.
+    """Return the module ``megatron.core.NAME``.
 
     Raises:
         MissingDependencyError: megatron-core is not installed.
@@ -33,13 +30,10 @@ def megatron(name: str) -> ModuleType:
 
 
 def start(tensor_parallel: int) -> None:
-    """Create megatron-core's process groups: consecutive ranks share the tensors of a model, the others data.
-
-    Args:
-        tensor_parallel: number of processes that a layer is sharded over; divides the world size.
+    """Create megatron-core's process groups; ``tensor_parallel`` consecutive ranks share a model's tensors.
 
     Raises:
-        EmbodrlError: groups of another size exist already.
+        EmbodrlError: groups of another size exist already, or it does not divide the world size.
         MissingDependencyError: megatron-core is not installed.
     """
     state = megatron("parallel_state")

@@ -60,12 +60,7 @@ class Piece:
         return whole.chunk(group.size(), dim=self.dim)[group.rank()]
 
     def distribute(self, part: Tensor, mesh: DeviceMesh) -> DTensor:
-        """Return a part as a DTensor of the whole.
-
-        Args:
-            part: result of ``get``.
-            mesh: one-dimensional mesh: the tensor group.
-        """
+        """Return the part from ``get`` as a DTensor of the whole over ``mesh``, the tensor group."""
         placement = Replicate() if self.dim is None else Shard(self.dim)
         return DTensor.from_local(part.contiguous(), mesh, [placement], run_check=False)
 
@@ -121,12 +116,7 @@ def llama_pieces(model: ParallelLlama) -> dict[str, list[Piece]]:
 
 
 def policy_pieces(policy: nn.Module, prefix: str) -> dict[str, list[Piece]]:
-    """Return the pieces of every saved tensor of a policy.
-
-    Args:
-        policy: policy with a parallel Llama; everything else is whole in every process.
-        prefix: prefix of the Llama's names, ending with a dot.
-    """
+    """Return the pieces of every saved tensor of a policy with a parallel Llama, whose names have ``prefix``."""
     llama = policy.get_submodule(prefix.removesuffix("."))
     assert isinstance(llama, ParallelLlama)
     inside = llama_pieces(llama)
@@ -145,13 +135,9 @@ def publish(
     mesh: DeviceMesh,
     wanted: Container[str] | None = None,
 ) -> Iterator[tuple[str, DTensor]]:
-    """Yield the held public tensors one by one; their parts are views where possible.
+    """Yield the held public tensors one by one, as views where possible.
 
-    Args:
-        holders: tensors in the shapes of the policy's.
-        pieces: result of ``policy_pieces``; pieces without an entry in ``holders`` are skipped.
-        mesh: one-dimensional mesh: the tensor group.
-        wanted: public names; None for all.
+    Pieces without an entry in ``holders`` are skipped; ``wanted`` None yields all names; ``mesh`` is the tensor group.
     """
     for name, holder in holders.items():
         for piece in pieces[name]:

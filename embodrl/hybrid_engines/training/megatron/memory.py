@@ -15,14 +15,7 @@ def uncut_bytes(policy: VLAPolicy) -> int:
 
 
 def process_bytes(config: Config, deployment: Deployment, figures: ModelFigures, reference: int) -> dict[str, int]:
-    """Return the bytes of one training process by component.
-
-    Args:
-        config: run configuration.
-        deployment: placement of the run.
-        figures: figures of the model.
-        reference: bytes of the reference policy; 0 without one.
-    """
+    """Return the bytes of one training process by component; ``reference`` is 0 without a reference policy."""
     training = figures.training
     layers = config.actor.tensor_parallel_size
     uncut = uncut_bytes(figures.policy) / figures.plain

@@ -119,7 +119,6 @@ class DistributedAdamW:
 
 
 def _data_parallel(module: nn.Module) -> Any:
-    """Return a module's gradient buffers."""
     distributed = megatron("distributed")
     # No dimension is used. Losses are divided by their counts over all shares: gradients add up.
     config = megatron("transformer").TransformerConfig(

@@ -36,15 +36,7 @@ class Windows:
 
 
 def action_windows(first_id: int, num_bins: int, vocab_size: int, rank: int, size: int) -> Windows:
-    """Return the windows of action ids ``first_id`` to ``first_id + num_bins``.
-
-    Args:
-        first_id: id of the first bin.
-        num_bins: K.
-        vocab_size: rows of the whole lm_head; ``size`` divides it.
-        rank: rank of this process.
-        size: R.
-    """
+    """Return the windows of action ids ``first_id`` to ``first_id + num_bins``; ``size`` divides ``vocab_size``."""
     part = vocab_size // size
     starts = [min(max(first_id - r * part, 0), part) for r in range(size)]
     stops = [min(max(first_id + num_bins - r * part, 0), part) for r in range(size)]
