@@ -66,7 +66,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     wanted = pool.spec.state_dim
     if config.env.include_state and known != wanted:
         raise EmbodrlError(
-            f"states in {settings.demos} have {known} numbers, those of the environment {wanted}",
+            f"states in {settings.demos} have {known} numbers, but the environment has {wanted}",
             "collect demonstrations with the same env.state",
             code="demos-other-state",
         )
@@ -101,7 +101,7 @@ def check_rewards(directory: Path, config: Config) -> None:
     wanted = reward_settings(config)
     if found != wanted:
         raise EmbodrlError(
-            f"the rewards of {directory} are not those of the run: {dict(found)} instead of {wanted}",
+            f"the rewards of {directory} differ from the run's: {dict(found)} instead of {wanted}",
             "collect demonstrations with the same env.reward_mode and env.success_bonus, or train with theirs",
             code="demos-other-rewards",
         )

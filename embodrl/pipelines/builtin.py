@@ -60,10 +60,10 @@ def _chain(name: str, *nodes: str, **functions: str) -> Pipeline:
 
 
 ON_POLICY = PipelineSpec(
-    name="on_policy", target=on_policy, description="advantages of each rollout: PPO, GRPO and their like"
+    name="on_policy", target=on_policy, description="advantages of each rollout: PPO, GRPO and similar"
 )
 OFF_POLICY = PipelineSpec(
-    name="off_policy", target=off_policy, description="a replay buffer and critics: SAC and its like"
+    name="off_policy", target=off_policy, description="a replay buffer and critics: SAC and similar"
 )
-DAGGER = PipelineSpec(name="dagger", target=dagger, description="an expert labels what the policy sees")
+DAGGER = PipelineSpec(name="dagger", target=dagger, description="an expert labels the policy's observations")
 OFFLINE = PipelineSpec(name="offline", target=offline, description="a dataset; no rollouts: IQL, RECAP")

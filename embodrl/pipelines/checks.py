@@ -17,15 +17,15 @@ ROLES: dict[str, str] = {
     "rollout": "gathers experience; exactly one, or none with an offline algorithm.loss_type",
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
     "reward": "judges episodes; goes with reward.fn, reward.model and algorithm.srpo.enabled",
-    "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
-    "proximal": "log-probs and values of the weights that the update begins with; goes with algorithm.decoupled and"
+    "reference": "log-probs under the initial policy; goes with algorithm.kl.coef",
+    "proximal": "log-probs and values under the weights at the start of the update; goes with algorithm.decoupled and"
     " algorithm.recompute_logprobs",
     "advantage": "advantages and returns",
     "store": "adds episodes to the replay buffer; goes with an off-policy algorithm.loss_type",
     "train": "updates the weights; exactly one",
     "sync": "hands the new weights to the rollout; at least one, after the node that trains",
-    "compute": "anything else, and others use what it returns",
-    "sink": "anything else that no node depends on, such as a log",
+    "compute": "any other node whose output is used",
+    "sink": "any other node without dependents, such as a log",
 }
 ENDS = ("train", "sync", "sink")
 """Roles of nodes that no other node has to depend on."""
@@ -262,7 +262,7 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
             message = f"'{train}', which trains, does not depend on it"
             yield PipelineProblem(spec.name, message, f"connect its output to '{train}'", code="pipeline-disconnected")
         elif spec.role == "sync" and train not in upstream(spec.name, deps):
-            message = f"does not depend on '{train}', so the weights might be those before the update"
+            message = f"does not depend on '{train}', so it might send the weights from before the update"
             yield PipelineProblem(spec.name, message, f"name '{train}' in its deps", code="pipeline-disconnected")
 
 

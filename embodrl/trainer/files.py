@@ -194,8 +194,8 @@ def export_policy(
             facts |= {} if policy.seen_state_dim is None else {"state_dim": policy.seen_state_dim}
             card = policy_card(config, **facts, embodrl=__version__, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
             write_json_file(staging / CARD_FILE, card)
-            apart = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
-            write_checksums(staging, added=[CARD_FILE, *apart])
+            adapter_files = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
+            write_checksums(staging, added=[CARD_FILE, *adapter_files])
     except OutputError as error:
         if not isinstance(error.__cause__, OSError):
             raise

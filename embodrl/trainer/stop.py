@@ -225,7 +225,7 @@ class StopSignal:
 
     def _not_saved(self, number: int) -> EmbodrlError:
         error = EmbodrlError(
-            f"stopped by {signal.Signals(number).name} without saving: what was under way did"
+            f"stopped by {signal.Signals(number).name} without saving: the work in progress did"
             f" not end within {self._timeout_s:g} s",
             self._hint or "rerun the command",
             code="stopped-unsaved",

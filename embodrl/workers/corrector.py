@@ -70,7 +70,7 @@ class PersonCorrector:
         return output, {"source": source}
 
     def after(self, step: EnvStep) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
         self.device.close()
@@ -145,4 +145,4 @@ class ExpertCorrector:
             self._start(ended)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""

@@ -159,9 +159,9 @@ class HeldState:
         self.memory.onload()
         if section == "optimizer":
             return self.adam.parts(names)
-        beside = self._side_tensors()
-        if section in beside:
-            held = beside[section]
+        side_tensors = self._side_tensors()
+        if section in side_tensors:
+            held = side_tensors[section]
         else:
             held = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
         return {name: held[name] for name in names if name in held}

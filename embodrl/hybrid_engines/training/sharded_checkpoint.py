@@ -74,13 +74,13 @@ def save_state(state: ShardedState, directory: Path) -> FileFacts:
             writer = HuggingFaceStorageWriter(str(directory / section), file_numbers, save_distributed=True)
             # The library's own file system keeps no checksums.
             writer.fs = files
-            parts = _apart(state.parts(section, names))
+            parts = _without_shared_memory(state.parts(section, names))
             _collective(save, parts, storage_writer=writer, no_dist=not state.is_shared)
         facts |= {f"{section}/{name}": fact for name, fact in files.facts.items()}
     return facts
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors that share no memory, as the safetensors library requires; copies only where needed."""
     seen = set[int]()
     found = dict[str, Tensor]()

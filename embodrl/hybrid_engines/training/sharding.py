@@ -80,8 +80,8 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
         register_fsdp_forward_method,
     )
 
-    apart = {id(p) for name, part in policy.parts().items() if name in FLOAT32_PARTS for p in part.parameters()}
-    types = {p.dtype for p in policy.parameters() if p.requires_grad and id(p) not in apart}
+    in_float32 = {id(p) for name, part in policy.parts().items() if name in FLOAT32_PARTS for p in part.parameters()}
+    types = {p.dtype for p in policy.parameters() if p.requires_grad and id(p) not in in_float32}
     if len(types) > 1:
         raise EmbodrlError(
             f"trained weights have the types {' and '.join(sorted(map(str, types)))}, but FSDP supports one type",

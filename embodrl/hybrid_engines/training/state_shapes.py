@@ -67,8 +67,8 @@ class StateShapes:
         shapes = (_shapes(weights), _shapes(trained), _shapes(reference or {}))
         if side is None:
             return cls(*shapes, num_bytes)
-        beside = {side.section: _shapes(side.weights())}
-        return cls(*shapes, num_bytes + side.num_bytes(), beside, {side.section: list(side.trained())})
+        side_shapes = {side.section: _shapes(side.weights())}
+        return cls(*shapes, num_bytes + side.num_bytes(), side_shapes, {side.section: list(side.trained())})
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:

@@ -45,13 +45,13 @@ class NoCollector:
         """Do nothing: evaluations drain their own requests."""
 
     def undo(self) -> None:
-        """There is nothing to undo."""
+        """Do nothing."""
 
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reset_history(self) -> None:
-        """There is none."""
+        """Do nothing."""
 
     def state(self) -> RolloutState:
         return RolloutState({})
@@ -60,7 +60,7 @@ class NoCollector:
         """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing."""
 
 
 class OfflineBackend(RolloutBackend):

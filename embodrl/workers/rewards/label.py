@@ -196,14 +196,14 @@ def _values(
     model = make_model("value", demos, fitting)
     inputs = frame_inputs(model, demos)
     centers = model.centers
-    apart = torch.from_numpy(held_out_episodes(success.tolist(), fitting)[demos.episode])
+    held_out = torch.from_numpy(held_out_episodes(success.tolist(), fitting)[demos.episode])
 
     def loss_of(logits: Tensor, rows: Tensor) -> Tensor:
         return F.cross_entropy(logits, two_hot(targets[rows], centers))
 
-    fit(model, inputs, (~apart).nonzero()[:, 0], loss_of, fitting, progress)
+    fit(model, inputs, (~held_out).nonzero()[:, 0], loss_of, fitting, progress)
     values = model.judge(inputs)
-    correlation = spearman(values[apart].numpy(), targets[apart].numpy()) if bool(apart.any()) else None
+    correlation = spearman(values[held_out].numpy(), targets[held_out].numpy()) if bool(held_out.any()) else None
     return model, values, correlation
 
 

@@ -102,9 +102,9 @@ def held_out_episodes(labels: Sequence[bool], fitting: Fitting) -> NDArray[np.bo
     chosen = np.zeros(len(labels), np.bool_)
     if fitting.held_out:
         for label in (False, True):
-            those = rng.permutation(np.flatnonzero(np.asarray(labels) == label))
-            count = max(1, round(fitting.held_out * len(those))) if len(those) > 1 else 0
-            chosen[those[:count]] = True
+            labelled = rng.permutation(np.flatnonzero(np.asarray(labels) == label))
+            count = max(1, round(fitting.held_out * len(labelled))) if len(labelled) > 1 else 0
+            chosen[labelled[:count]] = True
     return chosen
 
 

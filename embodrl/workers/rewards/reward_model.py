@@ -176,14 +176,14 @@ def split(won: Flags, fitting: Fitting, kind: Kind, source: object) -> tuple[Fla
     Raises:
         EmbodrlError: one outcome has too few episodes.
     """
-    apart = held_out_episodes(won.tolist(), fitting)
-    calibrating = np.zeros_like(apart)
-    judging = np.zeros_like(apart)
+    held_out = held_out_episodes(won.tolist(), fitting)
+    calibrating = np.zeros_like(held_out)
+    judging = np.zeros_like(held_out)
     for outcome in (False, True):
-        those = np.flatnonzero(apart & (won == outcome))
-        half = len(those) // 2 if kind == "success" else 0
-        calibrating[those[:half]] = True
-        judging[those[half:]] = True
+        episodes = np.flatnonzero(held_out & (won == outcome))
+        half = len(episodes) // 2 if kind == "success" else 0
+        calibrating[episodes[:half]] = True
+        judging[episodes[half:]] = True
     parts = (calibrating, judging, ~(calibrating | judging))
     enough = all((part & (won == outcome)).any() for part in parts for outcome in (False, True))
     if not (judging.any() and parts[-1].any() if kind == "progress" else enough):
