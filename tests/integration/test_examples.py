@@ -126,7 +126,7 @@ register_env(
     outcome = embodrl("train", *arguments, "runner.max_iterations=2", search_path=tmp_path)
     assert outcome.code == 0 and "Forgetful has no get_state" in outcome.stderr and "Replayed" in outcome.stderr
     outcome = embodrl("resume", run_dir, "runner.max_iterations=3", search_path=tmp_path)
-    assert outcome.code == 0 and "begins with fresh ones" in outcome.stderr, outcome.stderr
+    assert outcome.code == 0 and "starts fresh ones" in outcome.stderr, outcome.stderr
     assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3]
     outcome = embodrl("train", *arguments[:3], "env.enable_offload=true", f"{arguments[3]}2", search_path=tmp_path)
     assert outcome.code == 1 and "env-state-unsupported" in outcome.stderr

@@ -144,7 +144,7 @@ def build_failing(config: Config) -> Pipeline:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        ("build_silent", ["pipeline 'silent' reports how many steps were simulated", "'env_steps': STEPS"]),
+        ("build_silent", ["pipeline 'silent' reports the number of simulated steps", "'env_steps': STEPS"]),
         (
             "build_failing",
             [

@@ -1,4 +1,4 @@
-"""The shapes of an engine's state, and whether a saved one fits."""
+"""The shapes of an engine's state, and checks of a saved one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodrl.hybrid_engines.training.side_modules import ADAM_STATE, HINT, SideM
 
 FLOAT32_BYTES = 4
 MASTER = "master"
-"""What the optimizer keeps of weights in half precision besides: they in float32."""
+"""Further optimizer state of half-precision weights: the weights in float32."""
 HAS_MOMENTS = "has_moments"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -21,15 +21,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StateShapes:
-    """What a saved state must have.
+    """Required contents of a saved state.
 
     Attributes:
         policy: shapes of all weights and saved buffers.
-        trained: shapes of the parameters that train.
+        trained: shapes of the trained parameters.
         reference: shapes of the reference's own weights; empty without a reference.
-        num_bytes: that the state takes once every weight has been trained.
-        side: shapes of the weights of modules beside the policy, by section.
-        side_trained: names of what trains with them, by section.
+        num_bytes: size of the state once every weight has been trained.
+        side: shapes of the weights of modules alongside the policy, by section.
+        side_trained: names of the parameters trained with them, by section.
     """
 
     policy: Shapes
@@ -41,7 +41,6 @@ class StateShapes:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The names of the sections."""
         return ("policy", "optimizer", *(["reference"] if self.reference else []), *self.side)
 
     @classmethod
@@ -53,9 +52,9 @@ class StateShapes:
         masters: Iterable[str] = (),
         side: SideModules | None = None,
     ) -> Self:
-        """Return the shapes of a policy's state; those of sharded tensors are of the whole.
+        """Return the shapes of a policy's state; sharded tensors have their whole shapes.
 
-        Of ``masters``, among ``trained``, there are a float32 copy and moments in float32.
+        For ``masters``, a subset of ``trained``, there are a float32 copy and float32 moments.
         """
         weights = dict(policy.state_dict())
         names = set(masters)
@@ -68,8 +67,8 @@ class StateShapes:
         shapes = (_shapes(weights), _shapes(trained), _shapes(reference or {}))
         if side is None:
             return cls(*shapes, num_bytes)
-        beside = {side.section: _shapes(side.weights())}
-        return cls(*shapes, num_bytes + side.num_bytes(), beside, {side.section: list(side.trained())})
+        side_shapes = {side.section: _shapes(side.weights())}
+        return cls(*shapes, num_bytes + side.num_bytes(), side_shapes, {side.section: list(side.trained())})
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -79,18 +78,17 @@ def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
 def check_fit(
     saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes, counters: Mapping[str, int] | None = None
 ) -> None:
-    """Refuse a state of another policy, or one that has lost its moments.
+    """Reject a state of another policy, or one that has lost its moments.
 
-    Args:
-        saved: tensors by section and name.
-        shapes: what it must have.
-        counters: saved with it; those of earlier versions do not tell whether there were moments.
+    ``counters`` of earlier versions do not record whether there were moments.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
     if (counters or {}).get(HAS_MOMENTS) and not saved.get("optimizer"):
-        message = "the checkpoint's optimizer state is empty, and weights had been trained: they would lose momentum"
+        message = (
+            "the checkpoint's optimizer state is empty although weights had been trained: they would lose momentum"
+        )
         raise CheckpointError(message, "use an earlier checkpoint", code="checkpoint-damaged")
     _check_weights(saved.get("policy", {}), shapes.policy)
     if shapes.reference:
@@ -161,5 +159,5 @@ def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
 
 
 def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
+    """Return the bytes of tensors, by name; sharded ones count whole."""
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

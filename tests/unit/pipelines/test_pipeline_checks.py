@@ -224,7 +224,7 @@ def test_names_that_would_make_no_metric(name: str) -> None:
 
 def test_one_node_trains_and_not_twice() -> None:
     twice = sound().add_node("again", anything, ("rollout",), "train")
-    assert only_problem(twice, "again").startswith("has the role 'train', and so has 'train'")
+    assert only_problem(twice, "again").startswith("has the role 'train', but so does 'train'")
     retried = Pipeline("test").add_node("rollout", anything, role="rollout")
     retried.add_node("train", anything, ("rollout",), "train", retries=1).add_node("sync", anything, ("train",), "sync")
     assert "repeat the optimizer steps" in only_problem(retried, "train")

@@ -58,5 +58,5 @@ ENGINE = EngineSpec(
     rollout="embodrl.hybrid_engines.rollout.remote.engine:make_remote",
     rollout_settings=RemoteRolloutConfig,
     rules=(RULES,),
-    description="acts by policy servers, which take the published weights",
+    description="acts through policy servers, which load the published weights",
 )

