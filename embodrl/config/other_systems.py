@@ -64,7 +64,7 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
             "octo": (
                 "",
                 "Octo is not built in; register a model of your own (docs/models.md), serve it (model=remote), or use"
-                "  a LeRobot policy (model=lerobot)",
+                " a LeRobot policy (model=lerobot)",
             ),
         }.items()
     }

@@ -65,7 +65,7 @@ def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Fi
     cameras = context.config.env.cameras
     if chosen is not None and len(chosen) != len(cameras):
         names = ", ".join(camera.name for camera in cameras)
-        message = f"{len(chosen)}  cameras are named, but env.cameras has  {len(cameras)} ({names})"
+        message = f"{len(chosen)} cameras are named, but env.cameras has {len(cameras)} ({names})"
         yield Finding("sft.cameras", message, "name one for each, in the same order", others=("env.cameras",))
 
 

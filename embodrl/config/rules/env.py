@@ -331,7 +331,7 @@ def processes_have_cores(context: Context) -> Iterator[Finding]:
         cores = cluster.hardware.num_cores * cluster.hardware.threads_per_core * cluster.num_nodes
     if processes > cores and context.by_user("env.num_processes"):
         yield Finding(
-            "env.num_processes", f"{processes} processes share {cores} cores", f"{cores}  would be at least as fast"
+            "env.num_processes", f"{processes} processes share {cores} cores", f"{cores} would be at least as fast"
         )
 
 
@@ -340,7 +340,7 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
     """No more episodes are recorded than evaluated."""
     env = context.config.env
     if context.by_user("env.video.num_episodes") and env.video.num_episodes > env.eval.num_episodes:
-        message = f"only env.eval.num_episodes = {env.eval.num_episodes}  episodes can be recorded"
+        message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes can be recorded"
         yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")
 
 

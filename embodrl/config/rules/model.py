@@ -304,7 +304,7 @@ def state_is_seen(context: Context) -> Iterator[Finding]:
         and context.family is not None
         and context.family.uses_state is False
     ):
-        message = f"has no effect: {context.config.model.model_type}  sees only the camera and the instruction"
+        message = f"has no effect: {context.config.model.model_type} sees only the camera and the instruction"
         yield Finding("env.include_state", message, "leave it out")
 
 
@@ -315,7 +315,7 @@ def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
     family = context.family
     reads = family is not None and family.uses_state is True
     if config.model.model_path is not None and reads and not config.env.include_state:
-        message = f"{config.model.model_type}  reads the robot's state, but env.include_state is false"
+        message = f"{config.model.model_type} reads the robot's state, but env.include_state is false"
         yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
 
 
