@@ -82,7 +82,7 @@ class ConfigProblem:
     code: str = "config"
 
     def paragraph(self) -> str:
-        """Return the problem as in reports: key and message, then origin, allowed values, nearest name, hint and code."""
+        """Return the problem as in reports: key, message, origin, allowed values, nearest name, hint and code."""
         lines = [f"{self.key}: {self.message}"]
         if self.origin:
             lines.append("     at:       " + self.origin.replace("\n", "\n               "))

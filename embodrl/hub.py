@@ -42,7 +42,7 @@ _NAME = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOCAL_RECORDS = ".cache/huggingface"
 _LATER = "check the network and HF_ENDPOINT, and run the command again: complete files are kept"
-_OFFLINE = "unset it, or fetch the repository on a machine with network (`embodrl fetch`) and copy the cache (HF_HOME) or the directory"
+_OFFLINE = "unset it, or fetch with network access (`embodrl fetch`) and copy the cache (HF_HOME) or the directory"
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _git_sha1(path: Path) -> str:
 
 
 def _transport_error() -> type[Exception]:
-    """Return the base class of the hub's transport errors: httpx or httpx2, depending on the huggingface_hub version."""
+    """Return the base class of the hub's transport errors: httpx or httpx2, depending on huggingface_hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
