@@ -147,13 +147,7 @@ class PipelineProblem:
 
 
 class PipelineError(EmbodrlError):
-    """A pipeline's graph is invalid, or one of its nodes failed.
-
-    Args:
-        message: what went wrong, naming the pipeline.
-        hint: what the user can do about it.
-        problems: all problems of the graph, listed after the message.
-    """
+    """A pipeline's graph is invalid, or one of its nodes failed."""
 
     def __init__(
         self, message: str, hint: str = "", problems: tuple[PipelineProblem, ...] = (), *, code: str | None = None

@@ -242,14 +242,7 @@ def read_fields(
     max_bytes: int = MAX_JSON_BYTES,
     follow_links: bool = True,
 ) -> Fields:
-    """Read a JSON file with an object at the top level.
-
-    Args:
-        path: file to read.
-        error: class of the raised errors, also for its fields.
-        hint: what the user can do about an invalid file.
-        max_bytes: size limit.
-        follow_links: false for a file in a run that may be another user's.
+    """Read a JSON file with an object at the top level; without ``follow_links`` if it may be another user's.
 
     Raises:
         EmbodrlError: of class ``error``: the file can't be read, is too large, nested too deeply, or not a JSON object.

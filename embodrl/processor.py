@@ -41,12 +41,7 @@ def processor() -> Processor:
 
 
 def parse(cpuinfo: str, limits: Mapping[str, str]) -> Processor:
-    """Return the first processor in ``/proc/cpuinfo``.
-
-    Args:
-        cpuinfo: content of the file; "" if it does not exist.
-        limits: environment variables; ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA count.
-    """
+    """Return the first processor in ``/proc/cpuinfo``, limited by ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA."""
     pairs = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())]
     first = dict(reversed(pairs))
     name = first.get("model name") or platform.processor() or platform.machine()

@@ -25,9 +25,6 @@ def guard_user_code(name: str) -> Generator[None, None, None]:
 
     Forked children, other threads and embodrl's own code (such as a second SIGTERM) exit as usual.
 
-    Args:
-        name: name of the user code, for the message.
-
     Raises:
         EmbodrlError: the code called ``sys.exit`` or ``os._exit``, or raised another BaseException.
     """

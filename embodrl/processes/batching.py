@@ -33,9 +33,6 @@ class Request(Generic[Content, Answer]):
 class BatchPump(ABC, Generic[Content, Answer]):
     """Batches the requests that arrive while its thread is busy. The methods belong to one event loop.
 
-    Args:
-        name: name of the thread.
-
     Attributes:
         batches: number of computed batches.
         requests: number of requests in them.

@@ -25,11 +25,7 @@ its members.
 
 
 class SecondSignal:
-    """Distinguishes a second request to stop from the first, which may arrive as several signals.
-
-    Args:
-        clock: returns the time in seconds.
-    """
+    """Distinguishes a second request to stop from the first, which may arrive as several signals."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

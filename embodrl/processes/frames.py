@@ -89,12 +89,7 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]:
-    """Return the ready file descriptors; none once ``time.monotonic()`` has passed the deadline.
-
-    Args:
-        descriptors: descriptors of files or sockets, with the requested poll events.
-        deadline: None waits forever.
-    """
+    """Return the ready file descriptors; none once ``time.monotonic()`` has passed the deadline, if any."""
     poller = select.poll()
     for descriptor, events in descriptors.items():
         poller.register(descriptor, events)
@@ -103,13 +98,7 @@ def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]
 
 
 class Sender:
-    """Sends frames; thread-safe.
-
-    Args:
-        sock: socket from ``socket_pair``.
-        codec: codec of the values.
-        peer_pidfd: pidfd of the process at the other end, if known.
-    """
+    """Sends frames; thread-safe."""
 
     def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
         self.sock = sock

@@ -156,11 +156,7 @@ def end_family(family: str) -> None:
 
 
 class _Watch:
-    """Waits for the end of the driver, or for a signal that the driver does not react to.
-
-    Args:
-        channel: channel to the driver.
-    """
+    """Waits for the end of the driver, or for a signal that the driver does not react to."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel

@@ -129,11 +129,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class Activity:
-    """Processor and disk activity of a process and its descendants.
-
-    Args:
-        pid: process id.
-    """
+    """Processor and disk activity of a process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -175,11 +171,7 @@ class Liveness:
         _Work.watched.add(self)
 
     def look(self, busy: bool) -> str:
-        """Return why the child counts as hung, or "". To be called about once per second.
-
-        Args:
-            busy: whether the child owes an answer.
-        """
+        """Return why the child, ``busy`` if it owes an answer, counts as hung, or "". Call about once a second."""
         now = time.monotonic()
         elapsed = min(now - self._looked, _MAX_STEP_S)
         self._looked = now

@@ -69,12 +69,7 @@ def process_name(pid: int) -> str:
 
 
 class MemoryWatch:
-    """Context manager that warns while little memory is free, and names the process that has grown most.
-
-    Args:
-        measure: returns the available memory.
-        look_s: seconds between checks.
-    """
+    """Context manager that warns while little memory is free, and names the process that has grown most."""
 
     def __init__(self, measure: Callable[[], Available | None] = available, look_s: float = _LOOK_S) -> None:
         self._measure = measure

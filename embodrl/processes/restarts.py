@@ -10,12 +10,7 @@ WINDOW_S = 3600.0
 
 
 class RestartBudget:
-    """Limits restarts; thread-safe.
-
-    Args:
-        limit: restarts within the window.
-        window_s: length of the window, in seconds.
-    """
+    """Allows ``limit`` restarts per window of ``window_s`` seconds; thread-safe."""
 
     def __init__(self, limit: int, window_s: float = WINDOW_S) -> None:
         self.limit = limit

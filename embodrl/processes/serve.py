@@ -121,12 +121,7 @@ def _die_with_parent(sock: socket.socket, started_by_main_thread: bool) -> None:
 
 
 def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None:
-    """Bind this process to cores, and prefer the memory of a NUMA node.
-
-    Args:
-        cpus: logical CPUs; empty for no binding.
-        numa_node: preferred node; None for no preference.
-        hint: hint of the error.
+    """Bind this process to logical CPUs, if any, and prefer the memory of a NUMA node, if given.
 
     Raises:
         EmbodrlError: this process may not use those cores.

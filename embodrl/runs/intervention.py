@@ -104,11 +104,7 @@ class Gate:
 
 
 class Person:
-    """A person, who acts as long as a device is used.
-
-    Args:
-        device: the person's input device.
-    """
+    """A person, who acts as long as a device is used."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -127,12 +123,7 @@ class Person:
 
 
 def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Intervention | None:
-    """Return the configured intervention, or None.
-
-    Args:
-        name: a device, ``expert``, or a policy directory.
-        config: configuration of the run.
-        pool: started environments.
+    """Return the intervention by a device, ``expert``, or the policy in a directory; None for None.
 
     Raises:
         UsageError: the policy does not exist, or is for another robot.

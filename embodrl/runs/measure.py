@@ -20,11 +20,6 @@ TOLERANCE = 0.03
 def measure_processes(config: Config, choice: ProcessChoice, tell: Callable[[str], None]) -> int:
     """Measure the candidates, store the result, and return the fastest number, preferring fewer processes on ties.
 
-    Args:
-        config: configuration whose training environments are started with each number.
-        choice: candidates, and path of the result.
-        tell: called with a line per candidate.
-
     Raises:
         EmbodrlError: the simulator can't run.
         OutputError: the result can't be stored.

@@ -49,11 +49,6 @@ class PolicySource:
     ) -> LoadedConfig:
         """Return the run's configuration, or for a policy elsewhere a composed one, with this policy.
 
-        Args:
-            overrides: command-line overrides.
-            trust: let the run's settings run code even if another user started it.
-            verb: intended use of the policy.
-
         Raises:
             ConfigError: the configuration is invalid; lists every problem found.
             CheckpointError: the run's settings are lost.

@@ -84,11 +84,6 @@ def is_sft_run(directory: Path) -> bool:
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     """Continue fine-tuning from the last intact checkpoint; return the exit code.
 
-    Args:
-        directory: run directory.
-        overrides: command-line overrides.
-        trust: let the run's settings run code even if another user started it.
-
     Raises:
         CheckpointError: all checkpoints are damaged.
     """

@@ -67,11 +67,6 @@ def train(loaded: LoadedConfig) -> TrainResult:
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     """Continue a run from its last intact checkpoint, or from the start if it has none; return the exit code.
 
-    Args:
-        directory: run directory.
-        overrides: command-line overrides.
-        trust: let the run's settings run code even if another user started it.
-
     Raises:
         CheckpointError: this is not a run, all its checkpoints are damaged, or its settings are lost.
         ConfigError: its settings were edited, or are invalid.
