@@ -230,7 +230,6 @@ def collect(
 
 
 def _always(policy: VLAPolicy) -> Callable[..., VLAPolicy]:
-    """Return a policy factory that returns an existing policy."""
     return lambda *_: policy
 
 

@@ -82,7 +82,6 @@ class Fields:
     @overload
     def flag(self, name: str, default: _T) -> bool | _T: ...
     def flag(self, name: str, default: object = _MISSING) -> object:
-        """Return a boolean."""
         value, is_default = self._read(name, default)
         if not is_default and not isinstance(value, bool):
             self.refuse(f"{name!r} is {_shown(value)}, not true or false")
@@ -128,7 +127,6 @@ class Fields:
         return [self._finite(f"{name}[{index}]", value, low, high) for index, value in enumerate(values)]
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of strings."""
         values = self.items(name)
         for index, value in enumerate(values):
             if not isinstance(value, str):
@@ -146,12 +144,10 @@ class Fields:
         return items
 
     def fields(self, name: str, default: Mapping[str, object] | None = None) -> Fields:
-        """Return a nested object."""
         value, _ = self._read(name, _MISSING if default is None else default)
         return self._nested(name, value)
 
     def objects(self, name: str) -> list[Fields]:
-        """Return a list of objects."""
         return [self._nested(f"{name}[{index}]", value) for index, value in enumerate(self.items(name))]
 
     def _nested(self, name: str, value: object) -> Fields:

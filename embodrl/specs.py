@@ -665,7 +665,6 @@ class RegisteredName(str):
 
     @classmethod
     def members(cls) -> list[Self]:
-        """Return the registered names, in order of registration."""
         return [cls(name) for name in cls.registry]
 
     @classmethod

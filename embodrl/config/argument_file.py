@@ -20,12 +20,7 @@ _ITEM = "- "
 
 
 def text_of_arguments(texts: Sequence[str], approved: Mapping[str, object]) -> str:
-    """Return the content of an argument file.
-
-    Args:
-        texts: ``key=value`` arguments.
-        approved: settings among them that run code and that this user has approved; may be empty.
-    """
+    """Return the content of an argument file; ``approved`` are the arguments' settings that may run code."""
     return "".join(f"{_ITEM}{json.dumps(text)}\n" for text in texts) + approval(approved)
 
 

@@ -133,12 +133,7 @@ def _is_set(node: Node, default: object) -> bool:
 def validate(
     tree: Node, schema: type[Config], verb: Verb | None = None
 ) -> tuple[Config, set[str], list[ConfigProblem]]:
-    """Validate a tree against the schema of its simulator and model.
-
-    Args:
-        tree: configuration tree; not modified.
-        schema: schema of the tree.
-        verb: verb that the configuration is for; its settings are suggested first.
+    """Validate a tree, which is not modified, against its schema; settings of ``verb`` are suggested first.
 
     Returns:
         The configuration, with schema defaults in place of invalid values; the replaced keys; the problems.
@@ -248,7 +243,6 @@ REASONS = {
 
 
 def _code(kind: str) -> str:
-    """Return our code for a pydantic error type."""
     if kind == "literal_error":
         return "config-choice"
     if kind in ("too_short", "too_long", "missing"):
@@ -270,7 +264,7 @@ def _hint(kind: str, key: str, value: object, allowed: str) -> str:
     if kind == "string_type":
         text = str(value).lower() if isinstance(value, bool) else value
         shell = "" if key[-1].isdigit() else f" in YAML, \"{key}='{text}'\" in a shell"
-        quoted = f"quote it: '{text}'{shell}"
+        quoted = f"put it in quotes: '{text}'{shell}"
         return quoted if not isinstance(value, (dict, list, type(None))) else "give a single text"
     if kind in ("tuple_type",):
         return f"write a list: [{value}]" if not isinstance(value, dict) else "write a list: [...]"
@@ -304,13 +298,6 @@ def unknown_key(
 
     The nearest key is only named, unless the key is a misspelling of it and the value fits: setting a key other than
     the intended one would silently change the run.
-
-    Args:
-        key: dotted key.
-        origin: where the key is set.
-        schema: schema of the configuration.
-        verb: verb that the configuration is for.
-        value: value of the key, as YAML has it.
     """
     section, _, name = key.rpartition(".")
     schema = with_every_section(schema)
@@ -349,7 +336,6 @@ def _lists_keys(section: str) -> str:
 
 
 def _accepts(key: str, value: object, schema: type[BaseModel]) -> bool:
-    """Return whether a key accepts a value."""
     section, _, name = key.rpartition(".")
     model = section_model(section, schema)
     if model is None:

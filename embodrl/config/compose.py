@@ -96,10 +96,7 @@ AXES_KEY = "axes"
 
 
 def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem]]:
-    """Parse Hydra-style arguments.
-
-    Args:
-        texts: ``key=value``, ``+key=value`` (the same) or ``~key``.
+    """Parse Hydra-style arguments: ``key=value``, ``+key=value`` (the same) or ``~key``.
 
     Returns:
         The parsed arguments, and the problems of the others.
@@ -257,7 +254,6 @@ def _is_key(text: str) -> bool:
 
 
 def _syntax_hint(text: str) -> str:
-    """Return a hint for unbalanced brackets or unquoted text, or ""."""
     key, _, value = text.partition("=")
     if "[" in key:
         dotted = re.sub(r"\[(\d+)\]", r".\1", key)
@@ -555,13 +551,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
 
 
 def compose_resolved(path: Path, overrides: list[str], text: str | None = None) -> Composition:
-    """Read a resolved configuration, e.g. ``RUN/config.yaml``, without presets.
-
-    Args:
-        path: configuration file.
-        overrides: command-line arguments.
-        text: content used in place of the file's, e.g. from a checkpoint.
-    """
+    """Read a resolved configuration, e.g. ``RUN/config.yaml`` or ``text`` in its place, without presets."""
     tree, problems = read_yaml(path, str(path), "run") if text is None else parse_yaml(text, str(path), "run")
     untrusted = () if not tree.children or is_trusted(path, tree, text, of_run=True) else (str(path),)
     arguments, wrong = parse_arguments(overrides)

@@ -68,12 +68,7 @@ def lines(value: dict[str, Any], prefix: str, indent: int) -> list[tuple[str, st
 
 
 def to_yaml(config: Config, origins: dict[str, Origin] | None) -> str:
-    """Return the configuration as YAML.
-
-    Args:
-        config: the configuration.
-        origins: dotted key -> origin, printed as comments; None omits the comments.
-    """
+    """Return the configuration as YAML, with ``origins`` by dotted key as comments, if given."""
     rows = lines(config.model_dump(), "", 0)
     if origins is None:
         return "".join(f"{text}\n" for text, _ in rows)

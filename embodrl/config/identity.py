@@ -63,10 +63,6 @@ def changes(record: Mapping[str, object], now: Mapping[str, object]) -> dict[str
     """Return key -> (old, new) of every difference from a record; ABSENT marks a key missing on one side.
 
     Other versions of embodrl have other settings, so only the shared keys of their records are compared.
-
-    Args:
-        record: result of ``record_of``, maybe from another version.
-        now: the current settings.
     """
     found = record.get("settings")
     before = cast("Mapping[str, object]", found) if isinstance(found, Mapping) else dict[str, object]()

@@ -235,7 +235,6 @@ def _put_last(node: Node, key: str, value: Node | None) -> str:
 
 
 def _no_item(node: Node, key: str, part: str) -> str:
-    """Return why a list lacks an item, or "" if it has the item."""
     if part.isdigit() and int(part) < len(node.items):
         return ""
     count = len(node.items)
@@ -379,12 +378,7 @@ class _Loader(_SafeLoader):
 
 
 def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:
-    """Read a YAML mapping.
-
-    Args:
-        path: file to read.
-        name: file name in reports.
-        kind: ``file`` or ``preset``.
+    """Read a YAML mapping, called ``name`` in reports; ``kind`` is ``file`` or ``preset``.
 
     Returns:
         The tree (an empty mapping if the file can't be read) and the problems of the file.

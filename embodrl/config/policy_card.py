@@ -33,12 +33,7 @@ def without_weights(model: ModelConfig) -> str:
 
 
 def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
-    """Return the card of a policy that was trained with ``config``.
-
-    Args:
-        config: configuration of the run.
-        facts: further entries, e.g. ``iteration`` and versions.
-    """
+    """Return the card of a policy trained with ``config``; ``facts`` are further entries, e.g. ``iteration``."""
     env = config.env
     settings = config.env.model_dump(mode="json")
     return {

@@ -50,7 +50,6 @@ class RlinfKey:
         return not set(self.pattern) & set("*(|")
 
     def hint(self) -> str:
-        """Return a hint for the key."""
         aside = f" ({self.note})" if self.note else ""
         if self.ours and self.kind in ("mapped", "unread"):
             return (
@@ -235,7 +234,6 @@ def _relative_reward(value: object, recipe: Recipe) -> Settings:
 
 
 def _episodes(value: object, recipe: Recipe) -> Settings:
-    """Return environments x rollouts x episodes of each."""
     epochs = number(recipe, "env.eval.rollout_epoch", number(recipe, "algorithm.eval_rollout_epoch", 1))
     steps = number(recipe, "env.eval.max_steps_per_rollout_epoch", 1) / number(recipe, "env.eval.max_episode_steps", 1)
     episodes = number(recipe, "env.eval.total_num_envs", 1) * epochs * max(1, int(steps))

@@ -73,12 +73,7 @@ def _runs_code(key: str, value: object) -> bool:
 
 
 def untrusted_code(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
-    """Return a problem for each setting of an untrusted file that would run code, except command-line settings.
-
-    Args:
-        tree: configuration with the command line applied.
-        origins: names of the untrusted files, as in the origins of values.
-    """
+    """Return a problem for each code-running setting whose origin is one of the untrusted files."""
     problems: list[ConfigProblem] = []
     for key, value in code_settings(tree).items():
         node = lookup(tree, key)

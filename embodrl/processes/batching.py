@@ -64,7 +64,6 @@ class BatchPump(ABC, Generic[Content, Answer]):
         """Record a batch before its requests, including cancelled ones, are answered."""
 
     async def submit(self, request: Request[Content, Answer]) -> Answer:
-        """Queue a request and wait for its answer."""
         self._waiting.append(request)
         if self._pump is None:
             self._pump = asyncio.create_task(self._serve())

@@ -178,7 +178,6 @@ class Codec:
         return {_ARRAY: [value.dtype.str, value.shape, blobs.add(raw), isinstance(value, np.generic)]}
 
     def restore(self, node: object, read: Read) -> Any:
-        """Return the value of a description."""
         if isinstance(node, list):
             return [self.restore(item, read) for item in cast("list[object]", node)]
         if not isinstance(node, dict):

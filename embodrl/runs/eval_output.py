@@ -103,11 +103,9 @@ class EvalDirectory:
         return self.video_dir if axis is None or self.video_dir is None else self.video_dir / axis
 
     def identify(self, policy: nn.Module) -> None:
-        """Record the hash of the evaluated weights."""
         self.weights_sha256 = weights_hash(policy)
 
     def content(self, result: EvalResult) -> EvalContent:
-        """Return the content of eval.json."""
         by_task: dict[str, list[EpisodeRecord]] = {}
         for record in result.records:
             by_task.setdefault(record.task, []).append(record)

@@ -42,9 +42,7 @@ class Intervention(Protocol):
         """Return the actions to execute ``float32[B,A]``, and their sources ``int64[B]``: see ``ReplayBuffer``."""
         ...
 
-    def close(self) -> None:
-        """Release resources."""
-        ...
+    def close(self) -> None: ...
 
 
 class Gate:

@@ -109,12 +109,10 @@ class Context:
         return LOSSES.entry(name) if name in LOSSES else FunctionSpec(name=name, target=name)
 
     def env(self, settings: type[E]) -> E:
-        """Return section ``env`` as the given settings class."""
         assert isinstance(self.config.env, settings)
         return self.config.env
 
     def model(self, settings: type[M]) -> M:
-        """Return section ``model`` as the given settings class."""
         assert isinstance(self.config.model, settings)
         return self.config.model
 

@@ -176,11 +176,7 @@ def config_class(**sections: type[Section]) -> type[Config]:
 
 
 def schema_for(values: Mapping[str, object]) -> type[Config]:
-    """Return the schema for a configuration; unknown simulators and models have the common settings.
-
-    Args:
-        values: values of the sections, as from YAML; they are not validated.
-    """
+    """Return the schema for unvalidated section values; unknown simulators and models have common settings."""
     sections = {name: values.get(name) for name in ("env", "model", *WIDENED)}
     mappings = {
         name: cast(dict[str, object], section) if isinstance(section, dict) else {}

@@ -89,7 +89,6 @@ def present_in(path: str, section: Mapping[str, object], base: type[Section]) ->
 
 
 def _value_at(section: Mapping[str, object], key: str) -> object:
-    """Return the value of a dotted key, or None."""
     *parents, last = key.split(".")
     for name in parents:
         below = section.get(name)

@@ -64,7 +64,6 @@ class NameOf:
     fact: str = ""
 
     def names(self) -> list[str]:
-        """Return the allowed names."""
         return [spec.name for spec in self.registry.all() if not self.fact or getattr(spec, self.fact)]
 
     def check(self, value: str) -> str:
