@@ -187,7 +187,7 @@ def _leave_graph_to_the_loss(composition: Composition) -> None:
 
 
 def refuse_untrusted_code(composition: Composition, trust: bool) -> None:
-    """Raise if an untrusted file alone names code, before anything is imported."""
+    """Raise if only an untrusted file names code, before anything is imported."""
     if composition.untrusted and not trust:
         problems = untrusted_code(composition.tree, composition.untrusted)
         if problems:

@@ -399,7 +399,7 @@ def warm_up_findings(context: Context) -> Iterator[Finding]:
         hint = f"set it below {iterations}, or raise runner.max_iterations"
         yield Finding(WARM_UPS[0], message, hint, f"0 to {iterations - 1}", others=others)
     elif critic + rate > iterations:
-        message = f"the learning rate would never reach its peak: {critic} iterations of the critic alone, then {rate}"
+        message = f"the learning rate would never reach its peak: {critic} critic-only iterations, then {rate}"
         message += f" of warm-up, are more than the {iterations} of the run"
         hint = f"set it to at most {iterations - critic}, or raise runner.max_iterations"
         yield Finding(WARM_UPS[1], message, hint, f"0 to {iterations - critic}", others=(WARM_UPS[0], *others))

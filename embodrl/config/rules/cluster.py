@@ -243,7 +243,7 @@ def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
     if actor.param_dtype != "bf16" or model.trainable == "lora":
         return
     if actor.optim.master_weights is False and context.training_engine.keeps_masters:
-        message = f"is false: weights that train (model.trainable={model.trainable}) are held in bf16 alone, and 80 to"
+        message = f"is false: weights that train (model.trainable={model.trainable}) exist only in bf16, and 80 to"
         message += " 90 % of the movement is rounded away at learning rates of 1e-5 and below"
         yield Finding(MASTERS, message, "leave it out, or set model.trainable=lora, whose adapters stay in float32")
 
