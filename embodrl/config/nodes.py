@@ -399,11 +399,7 @@ def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[Con
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Return at most one byte more than a configuration may have.
-
-    Raises:
-        OSError: the file can't be read, or is not regular: a pipe or a device might never end.
-    """
+    """Return at most a byte more than a configuration may have; OSError for pipes and devices, which may never end."""
     with open_regular_file(path, follow_links=True) as file:
         return file.read(MAX_FILE_BYTES + 1)
 

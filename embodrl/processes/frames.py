@@ -186,11 +186,7 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
 
 
 def _check_descriptors(sock: socket.socket) -> None:
-    """Check that this process can receive a descriptor; otherwise a missing one is not the sender's fault.
-
-    Raises:
-        EmbodrlError: all descriptors are in use.
-    """
+    """Raise an EmbodrlError if all descriptors are in use, so that a missing one is not the sender's fault."""
     try:
         os.close(os.dup(sock.fileno()))
     except OSError as error:
