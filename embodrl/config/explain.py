@@ -1,4 +1,4 @@
-"""A configuration as text: YAML with the origin of each value, a summary, and the differences between two."""
+"""Configurations as text: YAML with origins, a summary, and the differences between two configurations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scalar(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, float):
         assert math.isfinite(value)
-        mantissa, e, exponent = repr(value).partition("e")  # YAML 1.1 readers want a point before the exponent
+        mantissa, e, exponent = repr(value).partition("e")  # YAML 1.1 wants a point before the exponent
         return f"{mantissa}.0e{exponent}" if e and "." not in mantissa else repr(value)
     if isinstance(value, int):
         return str(value)
@@ -36,7 +36,7 @@ def scalar(value: object) -> str:
 
 
 def flow(value: Any) -> str:
-    """Return a value on one line."""
+    """Return a value as one line of YAML."""
     if isinstance(value, (list, tuple)):
         items = cast(list[Any], value)
         return f"[{', '.join(flow(item) for item in items)}]"
@@ -47,7 +47,7 @@ def flow(value: Any) -> str:
 
 
 def lines(value: dict[str, Any], prefix: str, indent: int) -> list[tuple[str, str]]:
-    """Return ``(line, key of the value in it)`` of a mapping; the key is "" for headings."""
+    """Return ``(line, key)`` of a mapping's YAML lines; the key is "" for headings."""
     result: list[tuple[str, str]] = []
     for name, child in value.items():
         key = f"{prefix}.{name}" if prefix else name
@@ -68,12 +68,7 @@ def lines(value: dict[str, Any], prefix: str, indent: int) -> list[tuple[str, st
 
 
 def to_yaml(config: Config, origins: dict[str, Origin] | None) -> str:
-    """Return the configuration as YAML.
-
-    Args:
-        config: the values.
-        origins: dotted key -> origin, for the comments; None for no comments.
-    """
+    """Return the configuration as YAML, with ``origins`` by dotted key as comments, if given."""
     rows = lines(config.model_dump(), "", 0)
     if origins is None:
         return "".join(f"{text}\n" for text, _ in rows)
@@ -112,17 +107,17 @@ MISSING = "-"
 
 
 def side(text: str, trust: bool = False) -> dict[str, object]:
-    """Return the values of a run, of a YAML file, or of settings separated by blanks ("" is the defaults).
+    """Return the values of a run, of a YAML file, or of settings separated by spaces ("" is the defaults).
 
     Raises:
-        ConfigError: the configuration is invalid, or that of a run by another user names code, without ``trust``.
-        UsageError: there is no such run or file.
+        ConfigError: the configuration is invalid, or another user's run names code and ``trust`` is not set.
+        UsageError: the run or file does not exist.
     """
     path = Path(text).expanduser()
     if text and "=" not in text and not path.exists():
         raise UsageError(
-            f"{text} is neither a run, nor a YAML file, nor settings",
-            'settings are written key=value, several of them in quotes: "env=NAME runner.seed=3"',
+            f"{text} is not a run, a YAML file or settings",
+            'write settings as key=value, and quote several together: "env=NAME runner.seed=3"',
             code="config-diff-side",
         )
     if text and "=" not in text and (path / "config.yaml").is_file():
@@ -133,7 +128,7 @@ def side(text: str, trust: bool = False) -> dict[str, object]:
 
 
 def differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[tuple[str, str, str]]:
-    """Return ``(key, value of one, value of other)`` of every setting that differs; "-" where one has no such key."""
+    """Return ``(key, value of one, value of other)`` of every setting that differs; "-" marks a missing key."""
     keys = dict.fromkeys([*leaf_keys(one), *leaf_keys(other)])
     rows = [(key, _value(one, key), _value(other, key)) for key in keys]
     return [row for row in rows if row[1] != row[2]]
