@@ -75,17 +75,6 @@ def test_views_live_until_the_next_but_one_result():
         assert not np.array_equal(kept.observation.state, third.observation.state)
 
 
-def test_state_moves_to_another_process_bit_exactly():
-    with EnvManager("toy", KWARGS) as manager:
-        manager.reset(SEEDS, TASKS)
-        manager.step(actions_of(0))
-        state = manager.get_state()
-        straight = [manager.step(actions_of(n), copy=True) for n in range(1, 6)]
-        manager.set_state(state)
-        for number, step in enumerate(straight, start=1):
-            assert_same_step(manager.step(actions_of(number)), step)
-
-
 def test_offload_frees_the_process_and_onload_continues_bit_exactly():
     with EnvManager("toy", KWARGS) as manager, EnvManager("toy", KWARGS) as twin:
         for each in (manager, twin):
