@@ -72,12 +72,6 @@ ALGORITHMS = [
         names="rloo",
     ),
     Wrong(
-        "a branch for each environment",
-        "algorithm.group_size",
-        "groups-for-group-estimators",
-        ("algorithm.group_size=1", *BRANCH),
-    ),
-    Wrong(
         "branches ahead of training",
         "runner.max_staleness",
         "branches-can-be-compared",

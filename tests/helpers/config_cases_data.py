@@ -12,12 +12,6 @@ DATA = [
         ("collect.video_crf=6", "collect.format=raw"),
     ),
     Wrong(
-        "rate of raw pictures",
-        "collect.fps",
-        "raw-demonstrations-have-no-videos",
-        ("collect.fps=10", "collect.format=raw"),
-    ),
-    Wrong(
         "demonstrations whose slowest are the fastest",
         "collect.min_speed",
         "speeds-are-ordered",
