@@ -170,13 +170,6 @@ CLUSTER = [
         ("actor.tensor_parallel_size=2", "actor=fsdp"),
     ),
     Wrong(
-        "megatron in the process that acts",
-        "actor.own_process",
-        "parts-have-their-own-processes",
-        ("actor.own_process=false", *MEGATRON),
-        more=MEGATRON_MISSING,
-    ),
-    Wrong(
         "another model by megatron",
         "actor.training_backend",
         "megatron-can-train",

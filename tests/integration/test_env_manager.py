@@ -75,33 +75,6 @@ def test_views_live_until_the_next_but_one_result():
         assert not np.array_equal(kept.observation.state, third.observation.state)
 
 
-def test_state_moves_to_another_process_bit_exactly():
-    with EnvManager("toy", KWARGS) as manager:
-        manager.reset(SEEDS, TASKS)
-        manager.step(actions_of(0))
-        state = manager.get_state()
-        straight = [manager.step(actions_of(n), copy=True) for n in range(1, 6)]
-        manager.set_state(state)
-        for number, step in enumerate(straight, start=1):
-            assert_same_step(manager.step(actions_of(number)), step)
-
-
-def test_offload_frees_the_process_and_onload_continues_bit_exactly():
-    with EnvManager("toy", KWARGS) as manager, EnvManager("toy", KWARGS) as twin:
-        for each in (manager, twin):
-            each.reset(SEEDS, TASKS)
-            each.step(actions_of(0))
-        pid = manager.pid
-        manager.offload()
-        assert not Path(f"/proc/{pid}").exists() and manager.pid is None
-        with raises_code("env-order", EnvError):
-            manager.step_async(actions_of(1))
-        manager.start()
-        assert manager.pid != pid
-        for number in range(1, 6):
-            assert_same_step(manager.step(actions_of(number)), twin.step(actions_of(number)))
-
-
 def test_a_large_state_passes():
     with EnvManager("toy", {"num_envs": 30_000, "image_size": 2}) as manager:
         seeds = np.arange(30_000)

@@ -205,10 +205,6 @@ def test_a_model_for_rl_alone_trains_and_says_what_it_lacks(model: str, tmp_path
     assert again.code == 0 and (tmp_path / "eval" / "eval.json").is_file(), again.stderr
 
 
-def test_the_new_model_is_short() -> None:
-    assert len((EXAMPLES / "new_model" / "small_vla.py").read_text().splitlines()) < 110
-
-
 def test_a_misspelt_model_of_an_extension_is_reported_with_the_nearest() -> None:
     outcome = small_vla("train", "model.model_type=smal_vla")
     assert outcome.code == 2

@@ -114,7 +114,6 @@ def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, dem
     actor = {"optim": optim}
     config = fsdp_config("gaussian", algorithm=algorithm, actor=actor, model={"add_value_head": False})
     for found in two.compare_replay(config).result(CALL_S):
-        print(found)
         assert found["counted"] > 8 and max(found.values()) == found["counted"]
         assert found["metrics"] < ROUNDING and found["off_policy"] < ROUNDING and found["optimizer"] < ROUNDING
         assert found["policy"] < ROUNDING
@@ -125,7 +124,6 @@ def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, dem
 def test_imitation_in_two_processes_is_that_of_one(two: WorkerGroup, tensor_parallel_size: int, weighted: bool) -> None:
     config = fsdp_config(actor={"tensor_parallel_size": tensor_parallel_size})
     for found in two.compare_imitation("openvla", config, weighted).result(CALL_S):
-        print(found)
         assert found["counted"] > 4 and found["metrics"] < ROUNDING and found["optimizer"] < ROUNDING
 
 

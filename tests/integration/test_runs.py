@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import time
@@ -234,23 +233,6 @@ def test_decoupling_a_synchronous_run_changes_nothing_not_even_after_resuming(
     assert [{k: v for k, v in row.items() if not k.startswith(added)} for row in rows] == metrics(whole[0])
     left, right = (load_file(path / "policy" / "model.safetensors") for path in (run_dir, whole[0]))
     assert all(left[name].equal(right[name]) for name in left)
-
-
-@pytest.mark.long
-def test_a_run_killed_anywhere_is_resumed_bit_exactly(
-    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
-) -> None:
-    seed = int(os.environ.get("EMBODRL_KILL_SEED", "0"))
-    point, calls = random.Random(seed).choice([("act", 16), ("optimizer_step", 16), ("write_file", 8), ("log", 5)])
-    stop_at = f"{point}:{random.Random(seed + 1).randint(1, calls)}:SIGKILL"
-    run_dir = tmp_path / "run"
-    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", stop_at=stop_at)
-    assert outcome.code == -signal.SIGKILL, stop_at
-    if (run_dir / "config.yaml").is_file():
-        resume(run_dir)
-    else:  # killed before it had begun
-        assert embodrl("train", "--config", config, f"runner.output_dir={run_dir}").code == 0, stop_at
-    assert_same_run(run_dir, whole[0])
 
 
 @pytest.mark.long
