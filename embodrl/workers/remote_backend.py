@@ -98,6 +98,161 @@ def launch_rollouts(
     return group.launch(deployment.of("rollout"), launcher, channels, log_dir, _START_TIMEOUT_S)
 
 
+class KnownStates:
+    """What is known of the rollout processes, for replacements and checkpoints.
+
+    Attributes:
+        snapshots: where each process was; None until it has answered.
+        faults: faults of all processes since the start of the run.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.snapshots: list[Snapshot | None] = [None for _ in range(size)]
+        self.faults = FaultCounts()
+        self._reported: list[dict[str, int]] = [{} for _ in range(size)]
+
+    def note(self, rank: int, answer: Answer) -> None:
+        """Record the faults and the snapshot in an answer."""
+        known = self._reported[rank]
+        # Processes report totals; only the increase is added.
+        for name, number in answer["faults"].items():
+            self.faults.count(name, number - known.get(name, 0))
+        self._reported[rank] = answer["faults"]
+        self.snapshots[rank] = answer.get("carried", self.snapshots[rank])
+
+    def note_restart(self, rank: int) -> None:
+        """Count a restart; the replacement counts its faults from 0."""
+        self._reported[rank] = {}
+        self.faults.count("rollout_restarts")
+
+    def remember(self, random: Sequence[list[str] | None]) -> None:
+        """Store random states for replacements; None keeps a lost process where its update began."""
+        for rank, (numbers, known) in enumerate(zip(random, self.snapshots, strict=True)):
+            where = known["before"] if numbers is None and known is not None else numbers
+            if where is not None:
+                self.snapshots[rank] = _no_update(where)
+
+    def end_update(self) -> None:
+        """Forget the updates in progress: with new weights, a replacement could not repeat them."""
+        self.snapshots = [None if known is None else _no_update(known["random"]) for known in self.snapshots]
+
+    def state_of_lost(self, rank: int) -> RolloutState:
+        """Return the known state of a process that died while the run was stopping: random numbers, no simulators."""
+        known = self.snapshots[rank]
+        return RolloutState({LOST: True} | ({} if known is None else {"random": known["random"]}))
+
+
+class ActingWeights:
+    """The weights that the processes act with, which replacements receive.
+
+    Args:
+        policy: the driver's policy.
+        trainer: train engine; the driver's policy may be offloaded.
+        may_be_stale: during rollouts the policy trains on, so its weights belong to no version.
+
+    Attributes:
+        version: completed updates of these weights.
+    """
+
+    def __init__(self, policy: VLAPolicy, trainer: TrainEngine, may_be_stale: bool) -> None:
+        self.version = 0
+        self._policy = policy
+        self._trainer = trainer
+        self._trained = trained_names(policy)
+        self._may_be_stale = may_be_stale
+        self._copies: dict[str, Tensor] = {}
+
+    def keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the trainable weights if the policy trains on; frozen ones are read from the policy."""
+        # Otherwise they are not read: gathering them from training processes is expensive.
+        if self._may_be_stale:
+            self._copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self._trained}
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield names and tensors."""
+        with self._trainer.present():
+            for name, tensor in self._policy.state_dict().items():
+                yield name, self._copies[name] if name in self._copies else tensor
+
+
+class ProcessRestarts:
+    """Restarts of rollout processes within a budget.
+
+    Attributes:
+        lock: held during a restart. Several threads of an asynchronous run may see the same death; the first restarts
+            the process, the others wait.
+        incarnations: restarts of each process.
+        new: ranks restarted, and without their predecessors' state.
+    """
+
+    def __init__(self, group: WorkerGroup, budget: RestartBudget) -> None:
+        self.lock = threading.Lock()
+        self.incarnations = [0 for _ in range(group.world_size)]
+        self.new: set[int] = set()
+        self._group = group
+        self._budget = budget
+        self._lost: set[int] = set()  # died while the run was stopping
+
+    def restart(self, error: WorkerError, on_restart: Callable[[int], None]) -> None:
+        """Restart a process; ``on_restart`` is called with its rank before each attempt.
+
+        Raises:
+            WorkerDied: the budget is exhausted.
+            InterruptedError: the run is about to end.
+        """
+        rank = error.rank
+        while True:
+            if stop_requested.is_set():
+                self._leave_lost(error)
+            self._count(error)
+            on_restart(rank)
+            try:
+                self._group.restart(rank, _START_TIMEOUT_S, stop_requested.is_set)
+                self.new.add(rank)
+                return
+            except WorkerError as again:
+                error = again
+            except InterruptedError:
+                # A stop was requested meanwhile, so the next turn does not restart the process.
+                continue
+
+    def _leave_lost(self, error: WorkerError) -> NoReturn:
+        if error.rank not in self._lost:
+            self._lost.add(error.rank)
+            logger.warning("not restarted, as the run is about to end: %s", error.message)
+        raise InterruptedError from error
+
+    def _count(self, error: WorkerError) -> None:
+        if not self._budget.take():
+            raise WorkerDied(
+                f"stopped after {self._budget.limit} restarts of rollout processes: {error.message}",
+                error.hint,
+                error.rank,
+                log_tail=error.log_tail,
+            ) from error
+        self.incarnations[error.rank] += 1
+        logger.warning("restart %s of a rollout process: %s", self._budget.used, error.message)
+        error.__traceback__ = None  # its call refers to it: a cycle, with all that the frames of this iteration hold
+
+
+class _Patience:
+    """Kills processes that have not answered long after a stop request."""
+
+    def __init__(self, group: WorkerGroup, timeout_s: float) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self._stop_requested_at: float | None = None
+
+    def end_late(self, handles: Mapping[int, Handle]) -> None:
+        if not stop_requested.is_set():
+            return
+        self._stop_requested_at = self._stop_requested_at or time.monotonic()
+        if time.monotonic() - self._stop_requested_at < self._timeout_s:
+            return
+        for rank in [rank for rank, handle in handles.items() if not handle.done]:
+            self._group.give_up(rank, f"has not answered for {self._timeout_s:g} s after a signal")
+
+
 class RemoteBackend(RolloutBackend):
     """Rollouts in separate processes, on this machine or others, each with a share of the environments.
 
@@ -129,33 +284,22 @@ class RemoteBackend(RolloutBackend):
         self.group = group
         self.link = weights
         self.should_stop = should_stop
-        self.policy = policy
-        self.trainer = trainer
-        self.trained = trained_names(policy)
-        self.size = group.world_size
+        self.known = KnownStates(group.world_size)
+        self.faults = self.known.faults
+        self._acting = ActingWeights(policy, trainer, may_be_stale=config.runner.max_staleness > 0)
+        budget = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
+        self._restarts = ProcessRestarts(group, budget)
+        self._patience = _Patience(group, _PATIENCE * config.runner.stop_timeout_s)
         self._stop = list(channels_of(channels, "stop").values())
-        self.faults = FaultCounts()
-        self._known_faults: list[dict[str, int]] = [{} for _ in range(self.size)]
-        self._carried: list[Snapshot | None] = [None for _ in range(self.size)]
-        self._new: set[int] = set()  # restarted, and without their predecessors' state
-        self._lost: set[int] = set()  # died while the run was stopping
-        self._stop_requested_at: float | None = None
         self._calls = itertools.count()
-        self._incarnations = [0 for _ in range(self.size)]
         self._pings: dict[int, Handle] = {}
-        # Several threads of an asynchronous run may see the same death; the first restarts the process, the others
-        # wait.
-        self._revival = threading.Lock()
-        self._restarts = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
-        self._version = 0
-        self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = self._state_dict
         about = self.group.call_on(0, "about").result()
         self.tasks = list(about["tasks"])
         self.rewards = RewardWorker(config, tuple(self.tasks))
         policy.seen_state_dim = int(about["state_dim"])  # the driver's policy acts only there
-        self._keep(policy.state_dict().items())
+        self._acting.keep(policy.state_dict().items())
         # A process may die while it joins; the restart needs the lock.
-        with self._revival:
+        with self._restarts.lock:
             self._join_all()
         self.collector: Collector
         if config.runner.max_staleness:
@@ -164,6 +308,11 @@ class RemoteBackend(RolloutBackend):
             self.collector = AsyncCollector(config, schedule, runners, self, should_stop, self.rewards)
         else:
             self.collector = RemoteCollector(self)
+
+    @property
+    def size(self) -> int:
+        """Number of rollout processes."""
+        return self.group.world_size
 
     def close(self) -> None:
         """Stop asynchronous rollouts and close the weight channel."""
@@ -187,38 +336,24 @@ class RemoteBackend(RolloutBackend):
             WorkerDied: ``rollout.max_restarts`` is exhausted.
         """
         # InterruptedError: a process died while the run is stopping, so no rollout will need these weights.
-        with self._revival, suppress(InterruptedError):
-            self._keep(weights)
-            went_back = version <= self._version
-            self._version = version
+        with self._restarts.lock, suppress(InterruptedError):
+            self._acting.keep(weights)
+            went_back = version <= self._acting.version
+            self._acting.version = version
             if not self.config.runner.max_staleness:  # asynchronous rollouts restore only random numbers
-                # New weights end the update, and with it the data a replacement would need to repeat it.
-                self._carried = [None if known is None else _no_update(known["random"]) for known in self._carried]
+                self.known.end_update()
             if went_back:  # back to a checkpoint, while a weight channel accepts only increasing versions
                 self._join_all()
                 return
             if stop_requested.is_set():  # the run is stopping: no rollout will use them
                 return
             try:
-                self.link.send(self._weights(), version, self._check)
+                self.link.send(self._acting.tensors(), version, self._check)
             except (WeightSyncError, WorkerDied) as error:
                 if stop_requested.is_set():
                     return
                 logger.warning("weights of version %d: %s; all weights are sent again", version, error)
                 self._join_all()
-
-    def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if not self.config.runner.max_staleness:
-            self._weights = self._state_dict
-            return
-        # During rollouts the policy trains on, so its weights belong to no version. Only trainable weights; frozen ones
-        # are read from the policy.
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self.trained}
-        self._weights = lambda: ((name, copies.get(name, tensor)) for name, tensor in self._state_dict())
-
-    def _state_dict(self) -> Iterable[tuple[str, Tensor]]:
-        with self.trainer.present():
-            yield from self.policy.state_dict().items()
 
     def _join_all(self) -> None:
         """Reconnect all processes, restart dead ones, and send all weights."""
@@ -230,7 +365,7 @@ class RemoteBackend(RolloutBackend):
                 handles = [self.group.call_on(rank, "join", options) for rank in range(self.size)]
                 self.link.open(options, lambda handles=handles: _raise_known(handles))
                 wait_all(handles)
-                self.link.send(self._weights(), self._version, self._check)
+                self.link.send(self._acting.tensors(), self._acting.version, self._check)
                 self._restore_new()
                 return
             except WorkerDied as error:
@@ -248,16 +383,16 @@ class RemoteBackend(RolloutBackend):
 
     def _restore_new(self) -> None:
         """Give restarted processes their predecessors' state; further weights would end their update."""
-        for rank in sorted(self._new):
-            if (carried := self._carried[rank]) is not None:
+        for rank in sorted(self._restarts.new):
+            if (carried := self.known.snapshots[rank]) is not None:
                 self.group.call_on(rank, "restore", carried).result()
-            self._new.remove(rank)
+            self._restarts.new.remove(rank)
 
     def _check(self) -> None:
         for rank in range(self.size):
             # A process in a rollout answers late: reuse its pending ping, so that pings do not pile up.
             ping = self._pings.pop(rank, None) or self.group.call_on(rank, "about")
-            self._end_late({rank: ping})
+            self._patience.end_late({rank: ping})
             if not ping.done:
                 self._pings[rank] = ping
             elif ping.error is not None:
@@ -270,51 +405,17 @@ class RemoteBackend(RolloutBackend):
             WorkerDied: ``rollout.max_restarts`` is exhausted.
             InterruptedError: the run is about to end.
         """
-        with self._revival:
-            if self._incarnations[error.rank] == incarnation:
+        with self._restarts.lock:
+            if self._restarts.incarnations[error.rank] == incarnation:
                 self._revive(error)
                 self._join_all()
 
     def _revive(self, error: WorkerError) -> None:
-        rank = error.rank
-        while True:
-            if stop_requested.is_set():
-                self._leave_lost(error)
-            self._count_restart(error)
-            try:
-                self.group.restart(rank, _START_TIMEOUT_S, stop_requested.is_set)
-                self._new.add(rank)
-                return
-            except WorkerError as again:
-                error = again
-            except InterruptedError:
-                # ``hurry`` was set in the meantime, so that the next turn does not restart the process.
-                continue
+        self._restarts.restart(error, self._note_restart)
 
-    def _leave_lost(self, error: WorkerError) -> NoReturn:
-        if error.rank not in self._lost:
-            self._lost.add(error.rank)
-            logger.warning("not restarted, because the run is ending: %s", error.message)
-        raise InterruptedError from error
-
-    def _count_restart(self, error: WorkerError) -> None:
-        rank = error.rank
-        if not self._restarts.take():
-            raise WorkerDied(
-                f"stopped after {self._restarts.limit} restarts of rollout processes: {error.message}",
-                error.hint,
-                rank,
-                log_tail=error.log_tail,
-            ) from error
-        self._incarnations[rank] += 1
+    def _note_restart(self, rank: int) -> None:
         self._pings.pop(rank, None)
-        # A new process counts its faults from 0.
-        self._known_faults[rank] = {}
-        self.faults.count("rollout_restarts")
-        logger.warning("restart %s of a rollout process: %s", self._restarts.used, error.message)
-        error.__traceback__ = (
-            None  # the error refers to its call: a reference cycle with all objects in this iteration's frames
-        )
+        self.known.note_restart(rank)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -342,7 +443,7 @@ class RemoteBackend(RolloutBackend):
         # Signals carry the call number, so that a late one does not stop the next request.
         call = next(self._calls)
         # Noted before the calls begin, so that a process restarted by another thread is not restarted twice.
-        incarnations = list(self._incarnations)
+        incarnations = list(self._restarts.incarnations)
         given = dict(zip(ranks, arguments, strict=True))
         handles = {rank: self.group.call_on(rank, method, call, *own) for rank, own in given.items()}
         answers: dict[int, Answer | None] = {}
@@ -352,7 +453,7 @@ class RemoteBackend(RolloutBackend):
                 if not stopped and should_stop():
                     stopped = True
                     self._signal(call, pending)
-                self._end_late(handles)
+                self._patience.end_late(handles)
                 futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
                 # Answers of living processes first: they must be recorded before a restart, which synchronises all
@@ -365,10 +466,10 @@ class RemoteBackend(RolloutBackend):
                     try:
                         answers[rank] = answer = handles[rank].result()
                         if answer is not None:  # immediately: it may die before the others have answered
-                            self._learn(rank, answer)
+                            self.known.note(rank, answer)
                     except WorkerDied as error:
                         self.revive(error, incarnations[rank])
-                        incarnations[rank] = self._incarnations[rank]
+                        incarnations[rank] = self._restarts.incarnations[rank]
                         # The request ends with InterruptedError anyway, so the replacement has nothing to repeat.
                         if stopped:
                             answers[rank] = None
@@ -381,29 +482,6 @@ class RemoteBackend(RolloutBackend):
         if len(found) < len(answers):
             raise InterruptedError
         return [answers[rank] or {} for rank in ranks]
-
-    def remember(self, random: Sequence[list[str] | None]) -> None:
-        """Store random states for replacements; None keeps a lost process where its update began."""
-        for rank, (numbers, known) in enumerate(zip(random, self._carried, strict=True)):
-            where = known["before"] if numbers is None and known is not None else numbers
-            if where is not None:
-                self._carried[rank] = _no_update(where)
-
-    def state_of_lost(self, rank: int) -> RolloutState:
-        """Return the known state of a process that died while the run was stopping: random numbers, no simulators."""
-        known = self._carried[rank]
-        return RolloutState({LOST: True} | ({} if known is None else {"random": known["random"]}))
-
-    def _end_late(self, handles: Mapping[int, Handle]) -> None:
-        """Kill the processes that have not answered long after the stop request."""
-        if not stop_requested.is_set():
-            return
-        self._stop_requested_at = self._stop_requested_at or time.monotonic()
-        patience_s = _PATIENCE * self.config.runner.stop_timeout_s
-        if time.monotonic() - self._stop_requested_at < patience_s:
-            return
-        for rank in [rank for rank, handle in handles.items() if not handle.done]:
-            self.group.give_up(rank, f"has not answered for {patience_s:g} s after a signal")
 
     def _signal(self, call: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -418,15 +496,7 @@ class RemoteBackend(RolloutBackend):
         deadline = time.monotonic() + _START_TIMEOUT_S
         futures = [future for handle in handles.values() for future in handle.futures.values()]
         while wait(futures, _POLL_S).not_done and time.monotonic() < deadline:
-            self._end_late(handles)
-
-    def _learn(self, rank: int, answer: Answer) -> None:
-        known = self._known_faults[rank]
-        # Processes report totals; only the increase is added.
-        for name, number in answer["faults"].items():
-            self.faults.count(name, number - known.get(name, 0))
-        self._known_faults[rank] = answer["faults"]
-        self._carried[rank] = answer.get("carried", self._carried[rank])
+            self._patience.end_late(handles)
 
     def call_all(self, method: str, *arguments: Sequence[object], ranks: Sequence[int] | None = None) -> list[Any]:
         """Return all processes' answers to a short request; ``arguments`` are by process.
@@ -436,7 +506,7 @@ class RemoteBackend(RolloutBackend):
         ranks = range(self.size) if ranks is None else ranks
         given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)
         # As in ``call``: noted before the calls begin.
-        incarnations = list(self._incarnations)
+        incarnations = list(self._restarts.incarnations)
         handles = [self.group.call_on(rank, method, *own) for rank, own in zip(ranks, given, strict=True)]
         answers: list[Any] = []
         for rank, handle, own in zip(ranks, handles, given, strict=True):
@@ -450,7 +520,7 @@ class RemoteBackend(RolloutBackend):
                     except InterruptedError:
                         answers.append(None)
                         break
-                    incarnations[rank] = self._incarnations[rank]
+                    incarnations[rank] = self._restarts.incarnations[rank]
                     handle = self.group.call_on(rank, method, *own)
         return answers
 
@@ -525,7 +595,7 @@ class RemoteCollector:
         """Do nothing: the processes serve one call after another."""
 
     def undo(self) -> None:
-        self.rollouts.remember(self.rollouts.call_all("undo"))
+        self.rollouts.known.remember(self.rollouts.call_all("undo"))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -539,7 +609,7 @@ class RemoteCollector:
         """Return the state; with one process, in the format of a driver that acts."""
         found = self.rollouts.call_all("state")
         states = [
-            self.rollouts.state_of_lost(rank) if state is None else RolloutState(**state)
+            self.rollouts.known.state_of_lost(rank) if state is None else RolloutState(**state)
             for rank, state in enumerate(found)
         ]
         if len(states) == 1:
@@ -563,7 +633,7 @@ class RemoteCollector:
         found = self.rollouts.call_all(
             "load_state", *zip(*((s.state, s.tensors, s.blobs) for s in states), strict=True)
         )
-        self.rollouts.remember(found)
+        self.rollouts.known.remember(found)
 
     def _part(self, saved: RolloutState, rank: int) -> RolloutState:
         mine = f"rollout_{rank}_"
