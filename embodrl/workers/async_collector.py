@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -79,6 +80,33 @@ def make_runners(
     return [make(config, part, engine, judging.keep_frames) for part in parts]
 
 
+@dataclass
+class _Shards:
+    """Shards by number.
+
+    Attributes:
+        next: number of the next shard that was never begun.
+        again: numbers to begin again.
+        finished: shards that wait for an update, or were given to the current one.
+        env_steps_dropped: steps of shards that were too old, since the last update.
+    """
+
+    next: int = 0
+    again: list[int] = field(default_factory=list[int])
+    finished: dict[int, TrajectoryBatch] = field(default_factory=dict[int, TrajectoryBatch])
+    env_steps_dropped: int = 0
+
+
+@dataclass
+class _Update:
+    """The current update: shards requested beyond its batch, groups so far, seconds waited, and its rollouts."""
+
+    extra: int = 0
+    num_groups: int = 0
+    waited_s: float = 0.0
+    metas: list[ShardMeta] = field(default_factory=list[ShardMeta])
+
+
 class AsyncCollector:
     """Gathers like ``SyncCollector``, up to ``runner.max_staleness`` updates ahead.
 
@@ -110,19 +138,13 @@ class AsyncCollector:
         self.rewards = rewards
         count = len(self.runners)
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
-        self._next_shard = 0
-        self._again: list[int] = []
-        self._finished: dict[int, TrajectoryBatch] = {}
-        self._env_steps_dropped = 0
-        self._extra = 0  # extra shards requested by the current update beyond its batch
-        self._num_groups = 0  # so far, in the current update
+        self._shards = _Shards()
+        self._update = _Update()
         # Guards the gate and the fields that both the trainer and the stages change.
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._drained = False
         self._closing = False
-        self._waited_s = 0.0
-        self._metas: list[ShardMeta] = []
         self._threads: list[threading.Thread] = []
 
     # -- trainer side --------------------------------------------------------------------------------------------------
@@ -130,16 +152,13 @@ class AsyncCollector:
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return the shards of an update once they are ready; the same shards if called again."""
         self.undo()
-        self._metas = []
-        self._waited_s = 0.0
-        self._extra = 0
-        self._num_groups = 0
+        self._update = _Update()
         return self._gather(self.gate.batch_size)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return one more shard per stage, covering as many environments."""
         with self._changed:
-            self._extra += len(self.runners)
+            self._update.extra += len(self.runners)
             self._changed.notify_all()
         return self._gather(len(self.runners), more=True)
 
@@ -152,28 +171,28 @@ class AsyncCollector:
                     raise InterruptedError
                 self._changed.wait(_POLL_S)
             self.gate.give_out(chosen)
-            batches = [self._finished[shard] for shard in chosen]
+            batches = [self._shards.finished[shard] for shard in chosen]
             # Steps of dropped shards count once, with the first batch of the update.
-            dropped = 0 if more else self._env_steps_dropped
+            dropped = 0 if more else self._shards.env_steps_dropped
             metrics: Metrics = {
                 "staleness/queue": float(len(self.gate.waiting)),
                 "staleness/running": float(len(self.gate.running)),
                 "staleness/rejected_shards": float(self.gate.rejected),
             }
             self._changed.notify_all()
-        self._waited_s += time.perf_counter() - clock
-        self._metas += [meta_of(batch) for batch in batches]
-        metrics["time/wait_s"] = self._waited_s
-        whole = _join(batches, dropped, self._num_groups)
-        self._num_groups = int(whole["group_id"].max()) + 1
-        return whole, rollout_metrics(self._metas) | metrics
+        self._update.waited_s += time.perf_counter() - clock
+        self._update.metas += [meta_of(batch) for batch in batches]
+        metrics["time/wait_s"] = self._update.waited_s
+        whole = _join(batches, dropped, self._update.num_groups)
+        self._update.num_groups = int(whole["group_id"].max()) + 1
+        return whole, rollout_metrics(self._update.metas) | metrics
 
     def _choose(self, count: int) -> list[int] | None:
         if self._failure is not None:
             raise self._failure
         # Shards that are too old were simulated, so their steps still count as environment steps.
         for shard in self.gate.drop_too_old():
-            self._env_steps_dropped += int(self._finished.pop(shard).meta["env_steps"])
+            self._shards.env_steps_dropped += int(self._shards.finished.pop(shard).meta["env_steps"])
         return self.gate.choose(count)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -182,10 +201,10 @@ class AsyncCollector:
         # Only now: until the update is complete, ``undo`` may requeue them.
         with self._changed:
             for shard in self.gate.given_out:
-                del self._finished[shard]
+                del self._shards.finished[shard]
             self.gate.update(version)
-            self._extra = 0  # counted as rejected from now on
-            self._env_steps_dropped = 0
+            self._update.extra = 0  # counted as rejected from now on
+            self._shards.env_steps_dropped = 0
             self._changed.notify_all()
 
     def drain(self) -> None:
@@ -260,10 +279,10 @@ class AsyncCollector:
                 with self._changed:
                     if batch is None:
                         self.gate.abandon(number)
-                        self._again.append(number)
+                        self._shards.again.append(number)
                     else:
                         self.gate.finish(number)
-                        self._finished[number] = batch
+                        self._shards.finished[number] = batch
                     self._changed.notify_all()
         except BaseException as error:  # noqa: BLE001  (re-raised in the waiting trainer)
             with self._changed:
@@ -275,11 +294,12 @@ class AsyncCollector:
         with self._changed:
             while not self._breaks_off():
                 # The last updates need exactly their own shards; rejected and extra shards are replaced.
-                wanted = self.config.runner.max_iterations * self.gate.batch_size + self.gate.rejected + self._extra
-                enough = self._next_shard - len(self._again) >= wanted
+                replaced = self.gate.rejected + self._update.extra
+                wanted = self.config.runner.max_iterations * self.gate.batch_size + replaced
+                enough = self._shards.next - len(self._shards.again) >= wanted
                 if not (enough or self._drained) and self.gate.capacity():
-                    shard = self._again.pop(0) if self._again else self._next_shard
-                    self._next_shard = max(self._next_shard, shard + 1)
+                    shard = self._shards.again.pop(0) if self._shards.again else self._shards.next
+                    self._shards.next = max(self._shards.next, shard + 1)
                     self.gate.begin(shard)
                     self._changed.notify_all()
                     return shard
@@ -315,7 +335,7 @@ class AsyncCollector:
         with self._changed:
             # An error may have left an update unfinished; its shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
-            batches = {shard: self._finished[shard].replace() for shard in waiting}
+            batches = {shard: self._shards.finished[shard].replace() for shard in waiting}
             shards = {
                 str(shard): {
                     "began": began,
@@ -329,10 +349,10 @@ class AsyncCollector:
             state: dict[str, object] = {
                 "shards": shards,
                 # Running shards start over as well: a checkpoint does not wait for them.
-                "again": sorted([*self._again, *self.gate.running]),
-                "next_shard": self._next_shard,
+                "again": sorted([*self._shards.again, *self.gate.running]),
+                "next_shard": self._shards.next,
                 "rejected": self.gate.rejected,
-                "env_steps_dropped": self._env_steps_dropped,
+                "env_steps_dropped": self._shards.env_steps_dropped,
                 **record_of(shard_settings(self.config, len(self.runners))),
             }
         return RolloutState(state, tensors)
@@ -367,18 +387,18 @@ class AsyncCollector:
             self.gate.version = version
             self.gate.rejected = state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
-            self._finished = {
+            self._shards.finished = {
                 int(shard): batch_from_tensors(saved.tensors[f"shard_{shard}"], entry["batch_size"], entry["meta"])
                 for shard, entry in state["shards"].items()
             }
             for shard, entry in state["shards"].items():
                 if self.rewards is not None:
                     self.rewards.adopt(
-                        self._finished[int(shard)], {"outcomes": entry.get("rewards", []), "waited_s": 0.0}
+                        self._shards.finished[int(shard)], {"outcomes": entry.get("rewards", []), "waited_s": 0.0}
                     )
-            self._again = list(state["again"])
-            self._next_shard = state["next_shard"]
-            self._env_steps_dropped = state["env_steps_dropped"]
+            self._shards.again = list(state["again"])
+            self._shards.next = state["next_shard"]
+            self._shards.env_steps_dropped = state["env_steps_dropped"]
 
 
 _EPISODES = (

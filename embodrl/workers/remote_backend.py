@@ -171,8 +171,7 @@ class ActingWeights:
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield names and tensors."""
         with self._trainer.present():
-            for name, tensor in self._policy.state_dict().items():
-                yield name, self._copies[name] if name in self._copies else tensor
+            yield from (dict(self._policy.state_dict()) | self._copies).items()
 
 
 class ProcessRestarts:

@@ -12,8 +12,8 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Self
 
 from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
@@ -83,6 +83,23 @@ class _Entry:
         self.task: asyncio.Task[object] | None = None
 
 
+@dataclass
+class _Tasks:
+    """Tasks of a runner by id: queued, running, and the results not collected yet.
+
+    Attributes:
+        ids: of all three.
+        ended: results that only the loop's thread knows yet.
+    """
+
+    queued: OrderedDict[str, _Entry] = field(default_factory=OrderedDict[str, _Entry])
+    running: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
+    results: deque[TaskResult] = field(default_factory=deque[TaskResult])
+    ids: set[str] = field(default_factory=set[str])
+    ended: list[TaskResult] = field(default_factory=list[TaskResult])
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+
 def _or_fail(
     callback: Callable[Concatenate[AsyncTaskRunner, P], None],
 ) -> Callable[Concatenate[AsyncTaskRunner, P], None]:
@@ -128,12 +145,7 @@ class AsyncTaskRunner:
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._arrived = threading.Condition(self._lock)
-        self._numbers = itertools.count()
-        self._queue: OrderedDict[str, _Entry] = OrderedDict()
-        self._running: dict[str, _Entry] = {}
-        self._results: deque[TaskResult] = deque()
-        self._ids: set[str] = set()  # all three kinds of tasks
-        self._ended: list[TaskResult] = []  # used by the loop's thread only
+        self._tasks = _Tasks()
         self._paused = self._closed = self._awake = self._over = False
         self._fatal: BaseException | None = None
         self._loop = new_event_loop()
@@ -164,13 +176,13 @@ class AsyncTaskRunner:
             if not self._has_room():
                 self._await_room(timeout)
             if task_id is None:
-                task_id = str(next(self._numbers))
-                while task_id in self._ids:
-                    task_id = str(next(self._numbers))
-            elif task_id in self._ids:
+                task_id = str(next(self._tasks.numbers))
+                while task_id in self._tasks.ids:
+                    task_id = str(next(self._tasks.numbers))
+            elif task_id in self._tasks.ids:
                 raise TaskIdTaken(f"there is a task '{task_id}' already", "wait for its result, or choose another id")
-            self._ids.add(task_id)
-            self._queue[task_id] = _Entry(task_id, function, args)
+            self._tasks.ids.add(task_id)
+            self._tasks.queued[task_id] = _Entry(task_id, function, args)
             if not self._awake:
                 self._wake()
         return task_id
@@ -203,8 +215,8 @@ class AsyncTaskRunner:
                         raise TaskRunnerError("a task waits for results of its own runner", "wait in another thread")
                     self._arrived.wait(remaining)
             except BaseException:  # e.g. raised by a signal handler
-                self._results.extendleft(reversed(taken))
-                self._ids.update(result.id for result in taken)
+                self._tasks.results.extendleft(reversed(taken))
+                self._tasks.ids.update(result.id for result in taken)
                 raise
 
     def pause(self) -> None:
@@ -227,13 +239,13 @@ class AsyncTaskRunner:
         """
         with self._lock:
             self._check()
-            entry = self._queue.pop(task_id, None)
+            entry = self._tasks.queued.pop(task_id, None)
             if entry is not None:
-                self._results.append(_result(entry, "cancelled", None, None))
+                self._tasks.results.append(_result(entry, "cancelled", None, None))
                 self._arrived.notify_all()
                 self._room.notify_all()
                 return True
-            entry = self._running.get(task_id)
+            entry = self._tasks.running.get(task_id)
             if entry is not None:
                 # In loop order: after the task was created, though perhaps before its first step.
                 self._loop.call_soon_threadsafe(self._cancel_running, entry)
@@ -242,7 +254,7 @@ class AsyncTaskRunner:
     def health(self) -> TaskRunnerHealth:
         """Return the current state; never raises."""
         with self._lock:
-            sizes = len(self._queue), len(self._running), len(self._results)
+            sizes = len(self._tasks.queued), len(self._tasks.running), len(self._tasks.results)
             return TaskRunnerHealth(*sizes, self._paused, self._closed, self._fatal)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
@@ -256,16 +268,16 @@ class AsyncTaskRunner:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for entry in self._queue.values():
-                    self._results.append(_result(entry, "cancelled", None, None))
-                self._queue.clear()
+                for entry in self._tasks.queued.values():
+                    self._tasks.results.append(_result(entry, "cancelled", None, None))
+                self._tasks.queued.clear()
                 self._room.notify_all()
                 if self._fatal is None:
                     self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout)
         if self._thread.is_alive():
             with self._lock:
-                names = list(self._running)
+                names = list(self._tasks.running)
             raise TaskRunnerError(
                 f"{len(names)} tasks have not ended {timeout:g} s after they were cancelled: "
                 f"{', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}",
@@ -293,8 +305,8 @@ class AsyncTaskRunner:
             raise TaskRunnerError("the task runner is closed", "make a new one")
 
     def _has_room(self) -> bool:
-        held = len(self._queue) + len(self._running) + len(self._results)
-        return len(self._queue) < self.max_queue and held < self.max_queue + self.max_results
+        held = len(self._tasks.queued) + len(self._tasks.running) + len(self._tasks.results)
+        return len(self._tasks.queued) < self.max_queue and held < self.max_queue + self.max_results
 
     def _await_room(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -302,8 +314,9 @@ class AsyncTaskRunner:
             remaining = None if deadline is None else deadline - time.monotonic()
             own = threading.current_thread() is self._thread
             if own or (remaining is not None and remaining <= 0):
+                tasks = self._tasks
                 raise TaskQueueFull(
-                    f"{len(self._queue)} tasks are queued, {len(self._running)} run and {len(self._results)} results "
+                    f"{len(tasks.queued)} tasks are queued, {len(tasks.running)} run and {len(tasks.results)} results "
                     f"are undelivered ({'a task cannot wait for room' if own else f'for {timeout:g} s'})",
                     "wait() for results, resume() if paused, or raise max_queue",
                 )
@@ -312,13 +325,13 @@ class AsyncTaskRunner:
 
     def _take(self, count: int, taken: list[TaskResult]) -> None:
         before = len(taken)
-        while self._results and len(taken) < count:
-            result = self._results.popleft()
-            self._ids.discard(result.id)
+        while self._tasks.results and len(taken) < count:
+            result = self._tasks.results.popleft()
+            self._tasks.ids.discard(result.id)
             taken.append(result)
         if len(taken) > before:
             self._room.notify_all()
-            if self._queue:
+            if self._tasks.queued:
                 self._wake()
 
     def _wake(self) -> None:
@@ -339,7 +352,7 @@ class AsyncTaskRunner:
         finally:
             with self._lock:
                 self._over = True
-                self._running.clear()
+                self._tasks.running.clear()
                 self._arrived.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -351,7 +364,7 @@ class AsyncTaskRunner:
 
     async def _main(self) -> None:
         await self._stop.wait()
-        tasks = [entry.task for entry in self._running.values() if entry.task is not None]
+        tasks = [entry.task for entry in self._tasks.running.values() if entry.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -364,9 +377,9 @@ class AsyncTaskRunner:
             self._awake = False
             if self._paused or self._closed:
                 return
-            room = min(self.max_in_flight, self.max_results - len(self._results)) - len(self._running)
-            entries = [self._queue.popitem(last=False)[1] for _ in range(min(room, len(self._queue)))]
-            self._running.update((entry.id, entry) for entry in entries)
+            room = min(self.max_in_flight, self.max_results - len(self._tasks.results)) - len(self._tasks.running)
+            entries = [self._tasks.queued.popitem(last=False)[1] for _ in range(min(room, len(self._tasks.queued)))]
+            self._tasks.running.update((entry.id, entry) for entry in entries)
             if entries:
                 self._room.notify_all()
         for entry in entries:
@@ -393,9 +406,9 @@ class AsyncTaskRunner:
 
     def _end(self, result: TaskResult) -> None:
         """Deliver at the end of this loop cycle, together with everything else that ends in it."""
-        if not self._ended:
+        if not self._tasks.ended:
             self._loop.call_soon(self._deliver)
-        self._ended.append(result)
+        self._tasks.ended.append(result)
 
     def _cancel_running(self, entry: _Entry) -> None:
         if entry.task is not None:
@@ -403,16 +416,16 @@ class AsyncTaskRunner:
 
     @_or_fail
     def _deliver(self) -> None:
-        ended = self._ended
-        self._ended = []
+        ended = self._tasks.ended
+        self._tasks.ended = []
         if not ended:
             return
         with self._lock:
             for result in ended:
-                self._running.pop(result.id, None)
-            self._results.extend(ended)
+                self._tasks.running.pop(result.id, None)
+            self._tasks.results.extend(ended)
             self._arrived.notify_all()
-            if self._queue:
+            if self._tasks.queued:
                 self._wake()
 
 
