@@ -12,9 +12,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
-from embodrl.config.explain import flow
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
+from embodrl.config.yaml_text import flow
 from embodrl.version import __version__
 
 ABSENT: object = object()

@@ -25,6 +25,7 @@ from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb
 from embodrl.config.trust import untrusted_code
+from embodrl.config.yaml_text import to_yaml
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.names import nearest
@@ -91,8 +92,6 @@ class LoadedConfig:
 
     def to_yaml(self, with_origin: bool = False) -> str:
         """Return the whole configuration as YAML that ``load_resolved`` reads, optionally with origins as comments."""
-        from embodrl.config.explain import to_yaml
-
         return to_yaml(self.config, self.origins if with_origin else None)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from embodrl.config.explain import flow
 from embodrl.config.schema import Config
+from embodrl.config.yaml_text import flow
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.processor import processor
 from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TypeGuard
 
 from embodrl.config.compose import parse_arguments
-from embodrl.config.explain import flow, to_yaml
 from embodrl.config.load import LoadedConfig
 from embodrl.config.nodes import parse_yaml
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.config.trust import SEAL, approval, code_settings
+from embodrl.config.yaml_text import flow, to_yaml
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
 from embodrl.fields import Fields, read_regular_file
 from embodrl.pipelines.load import load_run

@@ -19,9 +19,9 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from embodrl.config.explain import flow
 from embodrl.config.identity import ABSENT, changes, describe, record_of, settings_read
 from embodrl.config.schema import Config
+from embodrl.config.yaml_text import flow
 from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
