@@ -200,42 +200,6 @@ def test_log_file(tmp_path):
     assert (tmp_path / "logs/train_0.log").exists()
 
 
-def test_a_pool_gives_what_its_managers_give():
-    seeds, tasks = np.arange(6), np.array([0, 1, 0, 1, 0, 1], np.int32)
-    limits = [{"max_episode_steps": 7}, {"max_episode_steps": 5}]
-    halves = [ToyVectorEnv(**KWARGS | limit) for limit in limits]
-    options = {"total_num_envs": 6, "num_processes": 2, "shard_kwargs": limits}
-    with EnvPool.create("toy", {k: v for k, v in KWARGS.items() if k != "num_envs"}, **options) as pool:
-        assert pool.spec.num_envs == 6
-        observation = pool.reset(seeds, tasks)
-        parts = [
-            half.reset(seeds[:3] + 3 * rank, tasks[3 * rank :][:3], np.arange(3)) for rank, half in enumerate(halves)
-        ]
-        assert_same_observation(observation, Observation.concat(parts))
-        for number in range(5):
-            actions = actions_of(number, num_envs=6)
-            active = np.array([True, True, False, True, True, True])
-            pool.step_async(actions, active)
-            step = pool.wait()
-            for rank, half in enumerate(halves):
-                rows = slice(3 * rank, 3 * rank + 3)
-                part = half.chunk_step(actions[rows], active[rows])
-                np.testing.assert_array_equal(step.reward[rows], part.reward)
-                np.testing.assert_array_equal(step.final_mask[rows], part.final_mask)
-                np.testing.assert_array_equal(step.observation.images[rows], part.observation.images)
-                assert step.observation.instruction[rows] == part.observation.instruction
-                if part.final_mask.any():
-                    np.testing.assert_array_equal(
-                        step.final_observation.images[rows][part.final_mask],
-                        part.final_observation.images[part.final_mask],
-                    )
-        before = step.observation.images.copy()
-        observation = pool.reset(np.array([77]), np.array([0], np.int32), np.array([4]))
-        np.testing.assert_array_equal(observation.images[[0, 1, 2, 3, 5]], before[[0, 1, 2, 3, 5]])
-        assert not np.array_equal(observation.images[4], before[4])
-        assert pool.faults.restarts == 0
-
-
 def test_stages_step_on_their_own_and_offload_together():
     kwargs = {"image_size": 16, "max_episode_steps": 7}
     with EnvPool.create("toy", kwargs, total_num_envs=4, num_processes=2) as pool:

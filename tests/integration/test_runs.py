@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from runs import TINY, Outcome, assert_gone, embodrl, metrics, start
+from runs import Outcome, assert_gone, embodrl, metrics, start
 from safetensors.torch import load_file
 
 from embodrl.reporting.metrics_file import read_metrics
@@ -19,13 +19,6 @@ pytestmark = pytest.mark.slow
 
 def _long(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.long)
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
 
 
 @pytest.fixture(scope="module")
