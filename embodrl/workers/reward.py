@@ -112,10 +112,10 @@ class RewardWorker:
         elif config.reward.model is not None:
             self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)
             self.calls = RewardCalls(self.learned, self.settings)
-        # Random start: numbers of an earlier process may be in a checkpoint.
+        # A unique start: numbers of an earlier process may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())
         self._begun: dict[int, _PendingCall] = {}
-        self._rewarded_batches = 0  # number of batches
+        self._rewarded_batches = 0
         self._ahead = config.runner.max_staleness
         self._waited_s = 0.0  # by rollout processes, since the last paid batch
         srpo = config.algorithm.srpo
@@ -154,7 +154,7 @@ class RewardWorker:
     def known(self, batch: TrajectoryBatch) -> list[Outcome]:
         """Return the outcomes of finished calls, and renumber ``batch.call_id``, with -1 for the others."""
         begun = [number for number in _numbers_of(batch) if number in self._begun]
-        if self.learned is not None:  # instantaneous, and computed from the batch alone
+        if self.learned is not None:  # fast, and not computable from the batch later
             wait([self._begun[number].call for number in begun])
         done = [number for number in begun if self._begun[number].call.done()]
         _renumber(batch, {number: place for place, number in enumerate(done)})
