@@ -142,7 +142,7 @@ def _seal_problem(text: str) -> str:
     if not body:
         return "has no checksum"
     intact = hashlib.sha256(body.encode()).hexdigest() == digest.strip()
-    return "" if intact else "differs from the run's own"
+    return "" if intact else "differs from the run's original"
 
 
 def _without_copy(path: Path, text: str, problem: str) -> SavedSettings:
