@@ -17,12 +17,7 @@ from embodrl.storage.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class LearnerState:
-    """Checkpoint contents of a learner, besides the engine's state.
-
-    Attributes:
-        tensors: section -> name -> tensor.
-        blobs: name -> bytes.
-    """
+    """Checkpoint contents besides the engine's state: JSON, tensors by section and name, named bytes."""
 
     content: Mapping[str, object]
     tensors: Mapping[str, dict[str, Tensor]] = field(default_factory=dict[str, "dict[str, Tensor]"])

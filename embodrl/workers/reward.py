@@ -47,9 +47,7 @@ MODEL = "model"
 class Outcome(TypedDict):
     """Outcome of a reward call, as sent between processes and kept in checkpoints.
 
-    Attributes:
-        reward: one number, or one per action; None if all attempts failed.
-        error: message of the last failure, empty if there is a reward.
+    ``reward`` is one number, or one per action; None with an ``error`` message if all attempts failed.
     """
 
     reward: float | list[float] | None
@@ -61,8 +59,7 @@ class Outcome(TypedDict):
 class DetachedRewards(TypedDict):
     """Rewards of a batch that leaves the process that requested them; ``call_id`` indexes the outcomes.
 
-    Attributes:
-        waited_s: seconds that the rollout process waited for them after its last chunk.
+    ``waited_s`` are the seconds that the rollout process waited for them after its last chunk.
     """
 
     outcomes: list[Outcome]
@@ -362,12 +359,9 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
 class RewardCalls:
     """Calls a reward function, sync or async, for several episodes concurrently, from an event loop in a thread.
 
-    Each call of a sync function gets its own thread; async calls share an event loop in another thread. A call that
-    takes too long and cannot be stopped is abandoned with its thread, and its result ignored.
-
-    Args:
-        function: function from an episode to a number, or to one number per action.
-        settings: section ``reward``.
+    The function maps an episode to a number, or to one number per action. Each call of a sync function gets its own
+    thread; async calls share an event loop in another thread. A call that takes too long and cannot be stopped is
+    abandoned with its thread, and its result ignored.
     """
 
     def __init__(self, function: Callable[[Episode], object], settings: RewardConfig) -> None:
@@ -380,11 +374,7 @@ class RewardCalls:
         self._user: _UserLoop | None = None
 
     def start(self, episode: Episode) -> Future[tuple[Tensor | RewardError, int]]:
-        """Start a call; thread-safe.
-
-        Returns:
-            ``float32[]`` or ``float32[n]``, or the error after all attempts; and the number of failed attempts.
-        """
+        """Start a call; thread-safe. Its result: ``float32[]``, ``float32[n]`` or an error; and the failed attempts."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
