@@ -149,9 +149,9 @@ class TrainEngine(ABC):
         return nullcontext() if self.memory is None else self.memory.present()
 
     def offload(self) -> OffloadReport | None:
-        """Offload training-only tensors until a call needs them; return the memory before and after, None if unmoved."""
+        """Offload training-only tensors until needed; return the memory before and after, None if unmoved."""
         return None if self.memory is None else self.memory.offload()
 
     def take_peak_memory(self) -> int | None:
-        """Return the peak GPU bytes of a training process since the last call (maximum over processes); None on a CPU."""
+        """Return the peak GPU bytes of any training process since the last call; None on a CPU."""
         return None

@@ -44,7 +44,7 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, iteration: int) -> Row:
-        """Run the iteration after this many; return its metrics, with the new number as ``iteration``.
+        """Run the iteration that follows this many; return its metrics, with the new number as ``iteration``.
 
         Raises:
             InterruptedError: the run is stopping before the update began: ``undo`` restores the state before the
