@@ -245,7 +245,9 @@ def test_training_depends_on_every_rollout() -> None:
 
 def test_weights_are_handed_over_after_training() -> None:
     early = sound().add_node("early", anything, ("rollout",), "sync")
-    assert only_problem(early, "early").startswith("does not depend on 'train', so it might send the weights from before")
+    assert only_problem(early, "early").startswith(
+        "does not depend on 'train', so it might send the weights from before"
+    )
     late = sound().add_node("between", anything, ("train",)).add_node("later", anything, ("between",), "sync")
     assert late.problems() == []
 
