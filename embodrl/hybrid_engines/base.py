@@ -29,11 +29,7 @@ def counters_of(fields: Fields) -> Counters:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Everything an engine needs to continue.
-
-    Attributes:
-        tensors: ``policy``, ``optimizer`` and, if kept, ``reference``, each by name.
-    """
+    """Everything an engine needs to continue; ``tensors`` has ``policy``, ``optimizer`` and, if kept, ``reference``."""
 
     tensors: dict[str, dict[str, Tensor]]
     state: Counters
@@ -55,8 +51,7 @@ class OptimizerStep:
 class TrainEngine(ABC):
     """Holds the trained weights and their optimizer, in this process or in others.
 
-    Attributes:
-        memory: tensors that ``offload`` moves off the device; None for none.
+    ``memory`` are the tensors that ``offload`` moves off the device; None for none.
     """
 
     memory: Offload | None = None
@@ -114,10 +109,9 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def save_shards(self, directory: Path) -> FileFacts:
-        """Write the state's tensors, each process its shard; see ``sharded_checkpoint.save_state``.
+        """Write the state's tensors, each process its shard; return size and SHA-256 of all files by relative path.
 
-        Returns:
-            size and SHA-256 of all files by path inside the directory.
+        See ``sharded_checkpoint.save_state``.
 
         Raises:
             OSError: the files could not be written.
@@ -155,17 +149,9 @@ class TrainEngine(ABC):
         return nullcontext() if self.memory is None else self.memory.present()
 
     def offload(self) -> OffloadReport | None:
-        """Move training-only tensors off the device; the next call that needs them brings them back.
-
-        Returns:
-            the memory before and after; None if nothing was moved.
-        """
+        """Offload training-only tensors until needed; return the memory before and after, None if unmoved."""
         return None if self.memory is None else self.memory.offload()
 
     def take_peak_memory(self) -> int | None:
-        """Return the peak GPU memory in bytes that a training process allocated since the last call.
-
-        Returns:
-            the maximum over the processes; None on a CPU.
-        """
+        """Return the peak GPU bytes of any training process since the last call; None on a CPU."""
         return None

@@ -12,12 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """Memory before and after an offload.
-
-    Attributes:
-        before: bytes allocated there by PyTorch; on a CPU, bytes of the tensors themselves.
-        after: the same, afterwards.
-    """
+    """Bytes that PyTorch allocated on ``device`` before and after; on a CPU, bytes of the tensors themselves."""
 
     device: torch.device
     before: int
@@ -39,9 +34,7 @@ class Offload:
 
     Only the storages move: every tensor, view and optimizer state keeps its identity; of a ``DTensor``, this rank's
     shard moves. Do not use offloaded tensors. On a CPU the host copy saves nothing, but exercises the same code.
-
-    Args:
-        tensors: returns the engine's tensors; called each time, since gradients and optimizer state come and go.
+    ``tensors`` is called each time, since gradients and optimizer state come and go.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:

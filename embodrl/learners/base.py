@@ -17,12 +17,7 @@ from embodrl.storage.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class LearnerState:
-    """Checkpoint contents of a learner, besides the engine's state.
-
-    Attributes:
-        tensors: section -> name -> tensor.
-        blobs: name -> bytes.
-    """
+    """Checkpoint contents besides the engine's state: JSON, tensors by section and name, named bytes."""
 
     content: Mapping[str, object]
     tensors: Mapping[str, dict[str, Tensor]] = field(default_factory=dict[str, "dict[str, Tensor]"])
@@ -49,7 +44,7 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, iteration: int) -> Row:
-        """Run the iteration after this many; return its metrics, with the new number as ``iteration``.
+        """Run the iteration that follows this many; return its metrics, with the new number as ``iteration``.
 
         Raises:
             InterruptedError: the run is stopping before the update began: ``undo`` restores the state before the

@@ -29,10 +29,6 @@ class DaggerUpdater(ReplayUpdater):
     """Trains any policy on observations with the expert's actions, on any engine.
 
     There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
-
-    Args:
-        policy: this process's policy, which preprocesses observations.
-        on_step: called with the finished and the total number of optimizer steps of an update.
     """
 
     def __init__(

@@ -100,11 +100,7 @@ VAL_BATCHES = 4
 
 
 class HeldOut:
-    """The loss on held-out demonstrations: on the same frames, with the same noise, every time.
-
-    Args:
-        demos: held-out demonstrations.
-    """
+    """The loss on held-out demonstrations: on the same frames, with the same noise, every time."""
 
     def __init__(self, config: Config, policy: VLAPolicy, engine: TrainEngine, demos: Demos) -> None:
         self.settings = config.sft
@@ -144,9 +140,8 @@ class HeldOut:
 class ImitationLearner(Learner):
     """Imitates frames. An iteration lasts until the next optimizer step that is logged or evaluated.
 
-    Args:
-        policy: this process's policy; has the engine's weights after ``engine.fetch``.
-        pauses: iterations end after multiples of these step counts; zeros are ignored.
+    It ends after multiples of ``pauses``; zeros are ignored. The policy has the engine's weights after
+    ``engine.fetch``.
     """
 
     def __init__(

@@ -193,9 +193,6 @@ class OffPolicyUpdater(ReplayUpdater):
     """Draws transitions, and passes them to an ``OffPolicyUpdate`` in the engine's process.
 
     There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
-
-    Args:
-        on_step: called with the finished and the total number of optimizer steps of an update.
     """
 
     def __init__(

@@ -240,11 +240,9 @@ class OnPolicyUpdate(Update):
 
 
 class Demonstrations:
-    """Demonstrations that every step of an on-policy update imitates in addition to its loss (``algorithm.bc_coef``).
+    """Demonstrations that on-policy updates imitate in addition to their loss (``algorithm.bc_coef``).
 
-    Args:
-        policy: this process's policy, which preprocesses observations.
-        frames: draws frames; its state is part of checkpoints.
+    The state of ``frames``, which draws frames, is part of checkpoints.
     """
 
     def __init__(self, config: Config, policy: VLAPolicy, frames: DemoDraws) -> None:

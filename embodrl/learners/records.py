@@ -14,8 +14,7 @@ from embodrl.storage.checkpoint import Checkpoint
 class ReplayUpdater(ABC):
     """Draws the data of an iteration's optimizer steps, and passes it to an update in the engine's process.
 
-    Args:
-        on_step: called with the finished and the total number of steps of an update.
+    ``on_step`` is called with the finished and the total number of steps of an update.
     """
 
     def __init__(self, on_step: Callable[[int, int], None] | None = None) -> None:

@@ -71,12 +71,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class RunCallbacks:
-    """Functions that a run calls as it goes.
-
-    Attributes:
-        is_to_stop: returns whether the run should stop.
-        show_phase: shows that a phase of so many chunks begins; 0: unknown.
-    """
+    """Functions that a run calls: whether to stop, and the start of a phase with its chunks (0: unknown)."""
 
     is_to_stop: Callable[[], bool]
     show_phase: Callable[[str, int], None]
@@ -85,8 +80,7 @@ class RunCallbacks:
 class RolloutLearner(Learner):
     """Plays, judges, estimates advantages and updates, as defined by the nodes of a graph.
 
-    Args:
-        publish_to: directory that every version of the weights is written to; None for none.
+    Every version of the weights is written to ``publish_to``; None for none.
     """
 
     records_videos = True

@@ -12,10 +12,8 @@ class Update:
     """Drives an engine, in the driver or in every training process, independently of the backend.
 
     ``TrainEngine.attach`` creates it by class name. In other processes, methods are called with positional arguments
-    and return values that ``embodrl.scheduler.messages`` can send.
-
-    Args:
-        on_step: called with the finished and the total number of optimizer steps of an update.
+    and return values that ``embodrl.scheduler.messages`` can send. ``on_step`` is called with the finished and the
+    total number of optimizer steps of an update.
     """
 
     def __init__(

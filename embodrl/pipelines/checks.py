@@ -184,7 +184,7 @@ def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
                 near = nearest(name, [known for known in names if known != spec.name])
                 hint = f"did you mean '{near}'?" if near else f"add it; there are {', '.join(names)}"
                 yield PipelineProblem(
-                    spec.name, f"depends on '{name}', which is not there", hint, code="pipeline-dep-unknown"
+                    spec.name, f"depends on '{name}', which does not exist", hint, code="pipeline-dep-unknown"
                 )
 
 

@@ -50,10 +50,7 @@ class EvaluationProcess(Worker):
     """Evaluates versions of the policy exactly as the run itself would between two iterations.
 
     It has the environments of one rollout process and plays the shares of all processes in turn, so that the policy
-    sees the same batches.
-
-    Args:
-        run_dir: run directory: source of the weights, destination of logs and the best policy.
+    sees the same batches. Weights come from the run directory; logs and the best policy go there.
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: str) -> None:
@@ -109,11 +106,7 @@ class EvaluationProcess(Worker):
 
 @dataclass(frozen=True)
 class PendingEvaluation:
-    """An evaluation in progress.
-
-    Attributes:
-        best: success rate of the best policy before; None if none is kept.
-    """
+    """An evaluation in progress; ``best`` is the best success rate before, None if none is kept."""
 
     iteration: int
     version: int
@@ -124,13 +117,7 @@ class PendingEvaluation:
 class AsyncEvaluator:
     """Sends policies to the evaluation process, one at a time, and takes the results; restarts the process if lost.
 
-    The weights use ``weight_sync/disk.py``: a resumed run repeats the evaluation that was in progress.
-
-    Args:
-        policy: the driver's policy, for the names of its weights.
-
-    Attributes:
-        in_progress: evaluation whose result has not been taken.
+    The weights use ``weight_sync/disk.py``: a resumed run repeats the evaluation ``in_progress``.
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: Path, policy: VLAPolicy) -> None:

@@ -36,9 +36,8 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Runs the iterations of a run.
 
-    Attributes:
-        pending: unwritten row of an iteration that lacks its evaluation.
-        is_saved: whether the last complete iteration has a checkpoint.
+    ``pending`` is the unwritten row of an iteration that lacks its evaluation; ``is_saved``: the last complete
+    iteration has a checkpoint.
     """
 
     def __init__(

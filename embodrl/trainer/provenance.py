@@ -37,19 +37,10 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def add_provenance(run_dir: Path, config: Config, config_yaml: str, old_yaml: str | None, iteration: int) -> list[str]:
-    """Append a record of this process to ``provenance.json``, and log it.
+    """Append a record of this process to ``provenance.json``, and log it; return a line per changed key.
 
-    Environment variables are not recorded: they may contain secrets.
-
-    Args:
-        run_dir: run directory.
-        config: configuration of this process.
-        config_yaml: full configuration of this process.
-        old_yaml: full configuration of the previous process; None for a new run.
-        iteration: complete iterations.
-
-    Returns:
-        lines for the console, one per changed key.
+    Environment variables are not recorded: they may contain secrets. ``old_yaml`` is the previous process's
+    configuration; None for a new run.
 
     Raises:
         OutputError: the file is not writable.

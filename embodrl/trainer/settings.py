@@ -61,15 +61,9 @@ def not_a_run(directory: Path) -> CheckpointError:
 
 
 def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:
-    """Write ``config.yaml``, sealed, with the approval of the settings that run code.
+    """Write ``config.yaml``, sealed, with the approval of the settings that run code; return the text.
 
-    Args:
-        run_dir: run directory.
-        config_yaml: full configuration.
-        changes: changes by earlier processes of the run, one line each, kept as comments.
-
-    Returns:
-        the written text, for checkpoints.
+    ``changes`` by earlier processes of the run, one line each, are kept as comments.
 
     Raises:
         OutputError: the directory is not writable.
@@ -83,11 +77,7 @@ def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """The settings of a run.
-
-    Attributes:
-        restored: reason why they come from the checkpoint, not ``config.yaml``; "" if they are the file's.
-    """
+    """The settings of a run; ``restored`` says why they come from the checkpoint, "" if they are the file's."""
 
     text: str
     restored: str = ""
@@ -142,7 +132,7 @@ def _seal_problem(text: str) -> str:
     if not body:
         return "has no checksum"
     intact = hashlib.sha256(body.encode()).hexdigest() == digest.strip()
-    return "" if intact else "differs from the run's own"
+    return "" if intact else "differs from the run's original"
 
 
 def _without_copy(path: Path, text: str, problem: str) -> SavedSettings:

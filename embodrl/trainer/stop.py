@@ -192,7 +192,7 @@ class StopSignal:
                 got = self._take()
                 if got == _END:
                     return
-                is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the context below
+                is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the signal that this thread sends below
                 if is_users and self._second.is_now():
                     self._is_second = True
                     left_s = min(left_s, _AT_ONCE_S)

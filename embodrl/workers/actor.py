@@ -38,7 +38,7 @@ from embodrl.workers.weights import SendingWorker
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 3600.0
-"""Part of a timeout: a process reads a whole checkpoint, while the death of a process is noticed at once."""
+"""Generous, since a process may read a whole checkpoint; the death of a process is noticed at once."""
 
 
 def make_train_engine(

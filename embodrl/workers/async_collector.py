@@ -55,7 +55,7 @@ class EpisodeRunner(Protocol):
         """Return the shard, with ``shard_meta``.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True.
+            InterruptedError: ``should_stop`` returned True.
         """
         ...
 

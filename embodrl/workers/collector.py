@@ -67,11 +67,7 @@ def share_config(config: Config, share: Share) -> Config:
 
 @dataclass
 class RolloutState:
-    """Rollout state that a resumed run needs.
-
-    Attributes:
-        blobs: opaque bytes by name.
-    """
+    """Rollout state that a resumed run needs: JSON-serialisable values, named groups of tensors, named opaque bytes."""
 
     state: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
@@ -79,11 +75,7 @@ class RolloutState:
 
 
 class Snapshot(TypedDict):
-    """Position of a collector, for its replacement.
-
-    Attributes:
-        before: random state at the start of the update; None if no update is in progress.
-    """
+    """Position of a collector, for its replacement; ``before`` is the random state at the update's start, if in one."""
 
     metas: list[ShardMeta]
     random: list[str]
@@ -153,11 +145,7 @@ class SyncCollector:
 
     Every rollout starts fresh episodes with seeds derived from ``runner.seed`` and the iteration; environments of a
     group (``algorithm.group_size``) get the same seed. With ``algorithm.branch`` they start in the middle of an
-    episode.
-
-    Args:
-        should_stop: called before every chunk; if it returns True, ``gather`` raises InterruptedError.
-        share: the pool's share of the run's environments.
+    episode. ``should_stop`` is called before every chunk; if it returns True, ``gather`` raises InterruptedError.
     """
 
     def __init__(

@@ -50,11 +50,7 @@ class Corrector(Protocol):
 
 
 class PersonCorrector:
-    """A person takes over while a device is in use.
-
-    Args:
-        device: opened input device; closed with the corrector.
-    """
+    """A person takes over while an input device is in use; the corrector closes the device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -77,11 +73,7 @@ class PersonCorrector:
 
 
 class ExpertCorrector:
-    """Queries the experts of a pool once per policy step.
-
-    Args:
-        settings: section ``algorithm.dagger``.
-    """
+    """Queries the experts of a pool once per policy step."""
 
     def __init__(self, settings: DaggerConfig, pool: EnvPool) -> None:
         self.settings = settings

@@ -58,14 +58,7 @@ class Demonstrator(ABC):
 
 
 class Experts(Demonstrator):
-    """The scripted experts of a simulator, slowed down and perturbed according to ``collect``.
-
-    Args:
-        settings: section ``collect``.
-
-    Attributes:
-        noise_std, speed: ``float32[B]``, of the current attempts.
-    """
+    """The scripted experts of a simulator, slowed down and perturbed (``float32[B]``) according to ``collect``."""
 
     def __init__(self, settings: CollectConfig, pool: EnvPool, rng: np.random.Generator) -> None:
         self.settings = settings
@@ -94,8 +87,7 @@ class Experts(Demonstrator):
 class StepwiseActor(Demonstrator):
     """A policy that acts one action at a time: it is queried when its chunk is used up or an episode begins.
 
-    Args:
-        sample: sample actions, as rollouts do, instead of taking the most probable ones.
+    With ``sample`` it samples actions, as rollouts do, instead of taking the most probable ones.
     """
 
     def __init__(self, engine: RolloutEngine, num_envs: int, sample: bool) -> None:

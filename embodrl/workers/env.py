@@ -62,7 +62,9 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
             raise EnvError(message, hint, code="seed-ignored")
         logger.warning("%s: evaluations are not comparable, and lost episodes are not repeatable; %s", message, hint)
     if "instruction-empty" in codes:
-        logger.warning("env %s has an empty instruction, and the policy gets no task; set Simulator.instruction", name)
+        logger.warning(
+            "env %s has an empty instruction, so the policy receives no task; set Simulator.instruction", name
+        )
 
 
 def _missing(pool: EnvPool, question: str) -> str:

@@ -337,12 +337,7 @@ class Evaluator:
 
 
 class _ResultRecorder(Recorder):
-    """Keeps the outcomes of episodes, and records videos of some.
-
-    Args:
-        places: ``int64[n]``, positions in ``results`` of the episodes in the first n environments.
-        wave: ``int64[n]``, numbers of these episodes.
-    """
+    """Keeps the outcomes of episodes ``wave int64[n]`` at ``places int64[n]`` of ``results``, and records videos."""
 
     def __init__(
         self, pool: EnvPool, results: EpisodeResults, places: NDArray[np.int64], wave: NDArray[np.int64]

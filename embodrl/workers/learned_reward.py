@@ -72,7 +72,7 @@ class LearnedReward:
         first = episode.start_images
         began = episode.start_state
         assert images is not None and states is not None and instruction is not None
-        assert first is not None and began is not None, "the rollout keeps what an episode began with"
+        assert first is not None and began is not None, "the rollout keeps initial observations"
         if self.model.kind == "success":
             seen = self.model.inputs(images[-1:].numpy(), states[-1:].numpy(), [instruction])
             return float(self.model.judge(seen)[0] >= self.model.threshold)

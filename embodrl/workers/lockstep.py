@@ -45,9 +45,8 @@ class Shard:
 class ShardMeta(TypedDict):
     """JSON-serialisable metadata of a shard, besides its columns.
 
-    Attributes:
-        episodes, seconds: arguments of ``EpisodeStats`` and ``Seconds``.
-        counts, means: further metrics by name; see ``combine_extras``.
+    ``episodes`` and ``seconds`` are arguments of ``EpisodeStats`` and ``Seconds``; for ``counts`` and ``means`` see
+    ``combine_extras``.
     """
 
     env_steps: NotRequired[int]
@@ -88,10 +87,8 @@ def combine_extras(metas: Sequence[ShardMeta]) -> dict[str, float | None]:
 class LockstepRunner:
     """Plays T chunks with the recorders that a run needs.
 
-    Call ``begin``, then the turns of ``play``, then ``stack``; or ``roll_out``, which does all of it.
-
-    Attributes:
-        generators: random generators for sampling actions, one per engine thread; None uses the engine's own.
+    Call ``begin``, then the turns of ``play``, then ``stack``; or ``roll_out``, which does all of it. Actions are
+    sampled with ``generators``, one per engine thread; None uses the engine's own.
     """
 
     def __init__(
@@ -133,14 +130,11 @@ class LockstepRunner:
         self.play.begin(seeds, tasks)
 
     def branch(self, points: NDArray[np.int64], should_stop: Callable[[], bool]) -> int:
-        """Move each group to its leader's (first environment's) state after some chunks; call after ``begin``.
+        """Move each group to its leader's (first environment's) state after some chunks; return the simulated steps.
 
-        If the leader's episode ends earlier, they start at its last chunk, or at the reset. The way there is not
-        recorded, but counts in episode returns and lengths. ``points int64[B]`` are numbers of chunks, equal within a
-        group.
-
-        Returns:
-            number of simulated environment steps.
+        Call after ``begin``. If the leader's episode ends earlier, they start at its last chunk, or at the reset. The
+        way there is not recorded, but counts in episode returns and lengths. ``points int64[B]`` are numbers of chunks,
+        equal within a group.
 
         Raises:
             InterruptedError: ``should_stop`` returned True; it is called before every chunk.

@@ -44,9 +44,7 @@ class EpisodeStats:
         return EpisodeStats(by_task={task: [0, 0] for task in tasks})
 
     def add(self, step: EnvStep, acted: NDArray[np.bool_], tasks: Sequence[str]) -> None:
-        """Count the chunk's ended episodes, lost ones only as lost; ``acted bool[B]`` had running episodes of
-        ``tasks``.
-        """
+        """Count the chunk's ended episodes, lost ones only as lost; ``acted bool[B]`` ran ``tasks``."""
         done = step.done & acted
         lost = done & ~step.valid.any(axis=1)
         ended = done & ~lost

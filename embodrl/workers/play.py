@@ -108,15 +108,8 @@ class Recorder:
 class Play:
     """Environments in which a policy acts, chunk by chunk.
 
-    Call ``begin``, then ``turn`` until it returns False (``take_turns`` does so for several plays), then ``end``. Not
-    thread-safe.
-
-    Args:
-        recorders: recorders in call order.
-
-    Attributes:
-        last: last received chunk, None before the first.
-        seconds: time spent since ``begin``.
+    Call ``begin``, then ``turn`` until it returns False (``take_turns`` does so for several plays), then ``end``.
+    Recorders are called in order; ``last`` is the last received chunk. Not thread-safe.
     """
 
     def __init__(self, pool: EnvPool, choose: Choose, recorders: Sequence[Recorder], schedule: Schedule) -> None:

@@ -214,11 +214,7 @@ def build_policy(config: Config, device: torch.device | None = None) -> VLAPolic
 
 @dataclass(frozen=True)
 class RecordedPolicy:
-    """A policy that acts in place of experts.
-
-    Attributes:
-        fingerprint: ``weights_fingerprint`` of its weights; "" if unknown.
-    """
+    """A policy that acts in place of experts; ``fingerprint`` is its ``weights_fingerprint``, "" if unknown."""
 
     name: str
     engine: RolloutEngine

@@ -35,11 +35,7 @@ Judge = Callable[[Episode], int]
 
 @dataclass(frozen=True)
 class Judging:
-    """Requirements of a run's rewards on its rollouts.
-
-    Attributes:
-        judge: called with every episode when it ends; None defers all episodes to the end of the rollout.
-    """
+    """Requirements of rewards on rollouts; ``judge`` gets every ended episode, None defers all to the rollout's end."""
 
     keep_frames: bool = False
     judge: Judge | None = None
@@ -91,11 +87,7 @@ def _stacked(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class TransitionRecorder(Recorder):
-    """Keeps the data that every algorithm learns from.
-
-    Attributes:
-        steps: columns ``[B,...]`` of each chunk.
-    """
+    """Keeps the data that every algorithm learns from, as columns ``[B,...]`` of each chunk."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Tensor]] = []
@@ -147,11 +139,7 @@ class NoValues(Recorder):
 
 
 class ValueRecorder(Recorder):
-    """Keeps the critic's values of all observations.
-
-    Args:
-        bootstrap: also compute values of last observations where the step limit ended an episode.
-    """
+    """Keeps the critic's values, with ``bootstrap`` also of last observations where the step limit ended an episode."""
 
     def __init__(self, engine: RolloutEngine, bootstrap: bool) -> None:
         self.engine = engine
@@ -238,11 +226,7 @@ class FinalRecorder(Recorder):
 
 
 class LabelRecorder(Recorder):
-    """Has experts label the policy's observations and act in its place; keeps the labels as the group ``expert``.
-
-    Args:
-        corrector: queries the experts; closed with the recorder.
-    """
+    """Has experts label observations and act in the policy's place; keeps the labels as the group ``expert``."""
 
     def __init__(self, corrector: Corrector) -> None:
         self.corrector = corrector
@@ -318,11 +302,9 @@ class FrameRecorder(Recorder):
 
 @dataclass(frozen=True)
 class _Seen:
-    """A chunk's results that are not in the batch columns.
+    """A chunk's results that are not in the batch columns; for images and states see ``seen_after``.
 
-    Attributes:
-        images, states: images and states after the chunk; see ``seen_after``.
-        actions: ``float32[B,C,A]``.
+    ``actions`` are ``float32[B,C,A]``.
     """
 
     images: NDArray[np.uint8]
@@ -334,9 +316,7 @@ class _Seen:
 class JudgeRecorder(Recorder):
     """Has every episode judged when it ends, and running episodes at the end of the rollout.
 
-    Args:
-        transitions: recorder of the other columns, called before this one.
-        auto_reset: see ``seen_after``.
+    ``transitions``, called before, records the other columns; for ``auto_reset`` see ``seen_after``.
     """
 
     def __init__(self, judge: Judge, transitions: TransitionRecorder, pool: EnvPool, auto_reset: bool) -> None:

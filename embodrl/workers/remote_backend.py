@@ -295,7 +295,7 @@ class RemoteBackend(RolloutBackend):
         about = self.group.call_on(0, "about").result()
         self.tasks = list(about["tasks"])
         self.rewards = RewardWorker(config, tuple(self.tasks))
-        policy.seen_state_dim = int(about["state_dim"])  # the driver's policy acts only there
+        policy.seen_state_dim = int(about["state_dim"])  # the policy acts only in the rollout processes
         self._acting.keep(policy.state_dict().items())
         # A process may die while it joins; the restart needs the lock.
         with self._restarts.lock:

@@ -47,9 +47,7 @@ MODEL = "model"
 class Outcome(TypedDict):
     """Outcome of a reward call, as sent between processes and kept in checkpoints.
 
-    Attributes:
-        reward: one number, or one per action; None if all attempts failed.
-        error: message of the last failure, empty if there is a reward.
+    ``reward`` is one number, or one per action; None with an ``error`` message if all attempts failed.
     """
 
     reward: float | list[float] | None
@@ -61,8 +59,7 @@ class Outcome(TypedDict):
 class DetachedRewards(TypedDict):
     """Rewards of a batch that leaves the process that requested them; ``call_id`` indexes the outcomes.
 
-    Attributes:
-        waited_s: seconds that the rollout process waited for them after its last chunk.
+    ``waited_s`` are the seconds that the rollout process waited for them after its last chunk.
     """
 
     outcomes: list[Outcome]
@@ -112,10 +109,10 @@ class RewardWorker:
         elif config.reward.model is not None:
             self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)
             self.calls = RewardCalls(self.learned, self.settings)
-        # Random start: numbers of an earlier process may be in a checkpoint.
+        # A unique start: numbers of an earlier process may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())
         self._begun: dict[int, _PendingCall] = {}
-        self._rewarded_batches = 0  # number of batches
+        self._rewarded_batches = 0
         self._ahead = config.runner.max_staleness
         self._waited_s = 0.0  # by rollout processes, since the last paid batch
         srpo = config.algorithm.srpo
@@ -154,7 +151,7 @@ class RewardWorker:
     def known(self, batch: TrajectoryBatch) -> list[Outcome]:
         """Return the outcomes of finished calls, and renumber ``batch.call_id``, with -1 for the others."""
         begun = [number for number in _numbers_of(batch) if number in self._begun]
-        if self.learned is not None:  # instantaneous, and computed from the batch alone
+        if self.learned is not None:  # fast, and not computable from the batch later
             wait([self._begun[number].call for number in begun])
         done = [number for number in begun if self._begun[number].call.done()]
         _renumber(batch, {number: place for place, number in enumerate(done)})
@@ -362,12 +359,9 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
 class RewardCalls:
     """Calls a reward function, sync or async, for several episodes concurrently, from an event loop in a thread.
 
-    Each call of a sync function gets its own thread; async calls share an event loop in another thread. A call that
-    takes too long and cannot be stopped is abandoned with its thread, and its result ignored.
-
-    Args:
-        function: function from an episode to a number, or to one number per action.
-        settings: section ``reward``.
+    The function maps an episode to a number, or to one number per action. Each call of a sync function gets its own
+    thread; async calls share an event loop in another thread. A call that takes too long and cannot be stopped is
+    abandoned with its thread, and its result ignored.
     """
 
     def __init__(self, function: Callable[[Episode], object], settings: RewardConfig) -> None:
@@ -380,11 +374,7 @@ class RewardCalls:
         self._user: _UserLoop | None = None
 
     def start(self, episode: Episode) -> Future[tuple[Tensor | RewardError, int]]:
-        """Start a call; thread-safe.
-
-        Returns:
-            ``float32[]`` or ``float32[n]``, or the error after all attempts; and the number of failed attempts.
-        """
+        """Start a call; thread-safe. Its result: ``float32[]``, ``float32[n]`` or an error; and the failed attempts."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

@@ -27,11 +27,7 @@ from embodrl.workers.reward import RewardWorker
 
 
 class RolloutBackend(ABC):
-    """Started simulators, and the policy that acts in them.
-
-    Attributes:
-        collector: source of batches and destination of new weights.
-    """
+    """Started simulators, and the policy that acts in them."""
 
     collector: Collector
     tasks: Sequence[str]

@@ -148,9 +148,7 @@ def make_receiver(target: WeightTarget, route: Route, pipe: Channel, rank: int, 
 class ReceiverThread:
     """The thread of a rollout process that accepts weights and acknowledges them to the driver.
 
-    Args:
-        answers: channel to the driver: generation, version (-1 if rejected) and problem.
-        generation: generation of the channel; the driver ignores answers of earlier ones.
+    ``answers`` carries generation, version (-1 if rejected) and problem; the driver ignores earlier generations.
     """
 
     def __init__(self, receiver: WeightReceiver, answers: Channel, generation: int) -> None:

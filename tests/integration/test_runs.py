@@ -243,7 +243,7 @@ def test_a_run_continues_without_its_warm_start_and_from_another_directory(
     shutil.rmtree(tmp_path / "warm")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert "is gone" in resume(tmp_path / "run").stderr
+    assert "is missing" in resume(tmp_path / "run").stderr
     assert_same_run(tmp_path / "run", tmp_path / "left")
 
 

@@ -24,10 +24,6 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
 
     Its methods belong to one event loop. Weights may be updated from any thread: ``RolloutEngine.update_weights`` swaps
     them between two batches, and every answer carries the version it was computed with.
-
-    Args:
-        compute_values: argument of ``act``.
-        max_batch: maximum number of observations in a batch.
     """
 
     def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
@@ -78,11 +74,7 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
 
 
 class EpisodeEngine:
-    """The engine as seen by one episode.
-
-    Args:
-        shared: engine shared by all episodes.
-    """
+    """The engine as seen by one episode."""
 
     def __init__(self, shared: BatchedEngine, seed: tuple[int, ...]) -> None:
         self._shared = shared

@@ -53,10 +53,8 @@ class FsdpState(SharedState):
 class FsdpTrainEngine(SharedTrainEngine[FsdpState]):
     """AdamW on this process's shard of the weights.
 
-    Args:
-        policy: whole, identical in all processes, on the device; sharded in place, and only to be used by the engine
-            from then on.
-        mesh: mesh of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
+    The policy, whole and identical in all processes, is sharded in place, and only to be used by the engine from then
+    on. The mesh has the dimensions ``dp`` and ``tp``.
     """
 
     def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:

@@ -184,7 +184,7 @@ class PolicyTrainEngine(TrainEngine):
         if owner.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
                 f"the loss or its gradient was not finite {owner.nonfinite_in_row} times in a row, the last time"
-                f" {where}; the weights are as they were before",
+                f" {where}; the weights are unchanged",
                 "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and check the "
                 "observations and rewards for NaN",
             )

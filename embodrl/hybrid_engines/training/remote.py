@@ -52,13 +52,7 @@ class TrainerGroup(Protocol):
 
 
 class RemoteTrainEngine(TrainEngine):
-    """Trains in a group of processes; the driver has its own copy of the policy.
-
-    The driver's policy gets the trained weights on demand (``fetch``).
-
-    Args:
-        memory: weights of the driver's policy, if they may be offloaded between rollouts.
-    """
+    """Trains in a group of processes; the driver's own policy gets the trained weights on demand (``fetch``)."""
 
     def __init__(self, policy: VLAPolicy, group: TrainerGroup, memory: Offload | None = None) -> None:
         self.policy = policy

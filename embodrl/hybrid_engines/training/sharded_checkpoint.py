@@ -53,12 +53,9 @@ class ShardedState(Protocol):
 
 
 def save_state(state: ShardedState, directory: Path) -> FileFacts:
-    """Write this process's part of an engine's state; a collective call of all processes that share it.
+    """Write this process's part of an engine's state; a collective call. Return the files of this process.
 
-    ``directory`` is new, on a file system that all processes see.
-
-    Returns:
-        the files written by this process, all synced; the checksums are computed from memory.
+    ``directory`` is new, on a file system that all processes see. All files are synced; checksums are of the memory.
 
     Raises:
         OSError: a process could not write; all of them raise.

@@ -60,13 +60,10 @@ def blocks_of(policy: VLAPolicy) -> list[nn.Module]:
 
 
 def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Forward:
-    """Shard a policy's weights over ``mesh[DP]``, block by block; gradients are summed, not averaged.
+    """Shard a policy over ``mesh[DP]``, block by block; return the module to run forward passes with.
 
-    The policy is identical in all processes; its parameters are replaced by DTensors. ``config`` sets the gather dtype,
-    and when gathered weights are freed.
-
-    Returns:
-        the module to run forward passes with.
+    Gradients are summed, not averaged. The policy is identical in all processes; its parameters are replaced by
+    DTensors. ``config`` sets the gather dtype, and when gathered weights are freed.
 
     Raises:
         EmbodrlError: trained weights have several dtypes, which FSDP does not support.

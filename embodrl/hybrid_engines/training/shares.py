@@ -67,11 +67,7 @@ StateT = TypeVar("StateT", bound=SharedState)
 
 
 class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
-    """AdamW on this process's part of the weights, with gradients of its share of the rows.
-
-    Args:
-        mesh: mesh with the dimension DP: the processes of different shares.
-    """
+    """AdamW on this process's part of the weights, with gradients of its share (``mesh[DP]``) of the rows."""
 
     state: StateT
 

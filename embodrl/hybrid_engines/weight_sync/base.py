@@ -239,13 +239,10 @@ class StreamSender(WeightSender):
 
 
 class WeightReceiver(ABC):
-    """The receiving side. A failed sync leaves the policy unchanged.
+    """The receiving side; keeps the version accepted last, and its base. A failed sync leaves the policy unchanged.
 
-    Keeps the version accepted last, and its base.
-
-    Args:
-        layout: names and shapes of the target's policy (``layout_of``), compared before it is touched; None if the
-            target checks them itself.
+    ``layout`` has the names and shapes of the target's policy (``layout_of``), compared before it is touched; None if
+    the target checks them itself.
     """
 
     def __init__(self, target: WeightTarget, layout: Layout | None = None) -> None:

@@ -233,11 +233,9 @@ class SyncGroup:
 
 
 class CollectiveSender(StreamSender):
-    """Packs each bucket into a reused buffer and broadcasts it; succeeds if all receivers accept.
+    """Packs each bucket into a reused buffer and broadcasts it from rank 0; succeeds if all receivers accept.
 
-    Args:
-        group: process group with rank 0.
-        trained, bucket_bytes, verify: see StreamSender.
+    For ``trained``, ``bucket_bytes`` and ``verify`` see StreamSender.
     """
 
     def __init__(
@@ -295,12 +293,7 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
-    """Stages received buckets in host memory, votes, and accepts them if all receivers can.
-
-    Args:
-        target, layout: see WeightReceiver.
-        group: process group with a rank above 0.
-    """
+    """Stages received buckets in host memory, votes, and accepts them if all receivers can. Its rank is above 0."""
 
     def __init__(self, target: WeightTarget, group: SyncGroup, layout: Layout | None = None) -> None:
         super().__init__(target, layout)

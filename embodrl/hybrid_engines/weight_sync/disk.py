@@ -233,11 +233,7 @@ def _incomplete(path: Path, problem: str) -> IncompleteSyncError:
 
 
 class DiskReceiver(WeightReceiver):
-    """Accepts the newest STABLE version, after reading it into host memory and verifying its checksums.
-
-    Args:
-        target, layout: see WeightReceiver.
-    """
+    """Accepts the newest STABLE version, after reading it into host memory and verifying its checksums."""
 
     def __init__(self, target: WeightTarget, directory: Path, layout: Layout | None = None) -> None:
         super().__init__(target, layout)
@@ -272,12 +268,10 @@ class DiskReceiver(WeightReceiver):
 
 
 class WeightPublisher:
-    """Writes every version to a directory for processes outside the run: the first one full, then trained weights.
+    """Writes every version for processes outside the run: the first one full, then trained weights.
 
-    A full disk costs a version, not the run.
-
-    Args:
-        version: number of updates behind its weights; later versions by an earlier process are removed.
+    A full disk costs a version, not the run. ``version`` is the policy's current one; later versions by an earlier
+    process are removed.
     """
 
     def __init__(self, directory: Path, policy: VLAPolicy, version: int) -> None:

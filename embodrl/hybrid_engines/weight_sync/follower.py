@@ -60,11 +60,9 @@ class WeightSource:
 
 
 class WeightFollower(threading.Thread):
-    """Loads every new version of a directory until stopped.
+    """Loads every new version of a directory, which may appear later, until stopped.
 
-    Args:
-        directory: directory of the versions; it may appear later.
-        fetch: called before every poll, to bring new versions into the directory; may raise a StoreError.
+    ``fetch`` is called before every poll, to bring new versions into the directory; it may raise a StoreError.
     """
 
     def __init__(self, source: WeightSource, directory: Path, fetch: Callable[[], object] = lambda: None) -> None:

@@ -64,11 +64,7 @@ class NoCollector:
 
 
 class OfflineBackend(RolloutBackend):
-    """The driver acts, in evaluations only.
-
-    Args:
-        should_stop: polled regularly; True interrupts an evaluation.
-    """
+    """The driver acts, in evaluations only; ``should_stop`` interrupts them."""
 
     def __init__(
         self,

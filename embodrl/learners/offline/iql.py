@@ -84,7 +84,7 @@ class IqlCritics:
     def update(
         self, data: OfflineData, frames: Tensor, algorithm: AlgorithmConfig, rate: float, clip_grad: float
     ) -> tuple[Tensor, dict[str, float]]:
-        """Take one step on Q and V; return the previous advantages ``float32[B]`` of the chunks, and metrics.
+        """Take one step on Q and V; return the chunks' advantages ``float32[B]`` before it, and metrics.
 
         Raises:
             NonFiniteError: the loss or its gradient is not finite; the weights are unchanged.

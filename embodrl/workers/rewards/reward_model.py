@@ -84,11 +84,9 @@ class Judged:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Result of training.
+    """Result of training; ``threshold`` is the smallest probability classified as success, None for progress.
 
-    Attributes:
-        threshold: smallest probability classified as success; None for progress.
-        trained_on, calibrated_on: numbers of episodes.
+    ``trained_on`` and ``calibrated_on`` are numbers of episodes.
     """
 
     path: Path

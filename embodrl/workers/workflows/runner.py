@@ -62,11 +62,8 @@ class WorkflowRunner:
     """Runs the episodes of a group of environments with a workflow, all concurrently.
 
     An episode that raises or times out is counted and left out, like one that the workflow rejects. Sampling in an
-    episode depends on its numbers, not on the order of requests.
-
-    Args:
-        pool: started pool, without auto-reset.
-        workflow: None uses ``rollout.workflow``.
+    episode depends on its numbers, not on the order of requests. The pool is without auto-reset; ``workflow`` None uses
+    ``rollout.workflow``.
     """
 
     def __init__(

@@ -250,7 +250,7 @@ FILTER = ("algorithm=dapo",)
             (*FILTER, "algorithm.kl.coef=0.1"),
             [
                 "node 'log': module 'embodrl.pipelines.nodes' has no attribute 'rewart'",
-                "node 'log': depends on 'rolout', which is not there",
+                "node 'log': depends on 'rolout', which does not exist",
                 "algorithm.kl.coef above 0 needs a node with the role 'reference'",
                 "algorithm.filter.enabled needs a node with the role 'dynamic_sampling'",
             ],

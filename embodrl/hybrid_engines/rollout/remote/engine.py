@@ -49,12 +49,7 @@ class ServerGone(Exception):
 
 
 class RolloutServer:
-    """One policy server.
-
-    Args:
-        directory: directory of the published weights, as seen by the server.
-        timeout_s: timeout of one answer in seconds.
-    """
+    """One policy server; ``directory`` has the published weights, as seen by the server."""
 
     def __init__(self, url: str, directory: Path, timeout_s: float) -> None:
         self.url = url.rstrip("/")
@@ -131,11 +126,8 @@ class RemoteRolloutEngine(NativeRolloutEngine):
     """Gets actions from servers; values of final observations and policy inputs come from the local policy.
 
     Every row has its own seed, drawn here: for policies with ``draws_by_row`` the samples do not depend on the server
-    that computes them.
-
-    Args:
-        policy, config, sampling, seed, num_threads, part, memory: see RolloutEngine.
-        weights_dir: directory in which the run publishes its weights.
+    that computes them. ``weights_dir`` is where the run publishes its weights; for the other arguments see
+    RolloutEngine.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class VllmRolloutEngine(RolloutEngine):
         super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
             raise EmbodrlError(
-                f"vLLM decodes one token after the other, and {type(policy).__name__} does not",
+                f"vLLM decodes token by token, but {type(policy).__name__} does not",
                 "set rollout.backend=native, or model=openvla",
                 code="vllm-policy",
             )

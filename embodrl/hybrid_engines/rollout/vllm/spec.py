@@ -46,11 +46,12 @@ def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
     model = config.model.model_type
     if context.family is not None and not context.family.autoregressive:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.autoregressive)
-        message = f"vLLM decodes one token after the other, and {model} does not"
+        message = f"vLLM decodes token by token, but {model} does not"
         yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "native", others=("model.model_type",))
     if config.runner.max_staleness > 0:
         message = (
-            f"vLLM takes new weights between rollouts, and {config.runner.max_staleness} updates ahead there is none"
+            "vLLM takes new weights between rollouts, but rollouts never pause with"
+            f" max_staleness={config.runner.max_staleness}"
         )
         hint = f"set runner.max_staleness=0, or {NATIVE}"
         yield Finding("runner.max_staleness", message, hint, "0", others=(BACKEND,))
@@ -67,7 +68,7 @@ def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
         yield Finding(
             "rollout.precision",
             "vLLM acts with adapters merged into bf16 weights: of products of std 3e-5 in weights of 0.02, 68 % of the"
-            " elements are rounded away, and what acts is not what trains",
+            " elements are rounded away, and the acting policy is not the trained one",
             "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay separate",
             others=("model.trainable",),
         )

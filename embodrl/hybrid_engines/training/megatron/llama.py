@@ -173,10 +173,7 @@ class ParallelDecoder(nn.Module):
 
 
 class ParallelLlama(nn.Module):
-    """This process's part of a Llama; replaces ``Llama``.
-
-    Args:
-        public: provides dimensions and type; its weights are not copied (see ``layout.parallelize``).
+    """This process's part of ``public``, whose weights are not copied (see ``layout.parallelize``).
 
     Raises:
         EmbodrlError: the dimensions cannot be divided evenly.

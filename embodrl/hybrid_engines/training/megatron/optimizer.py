@@ -19,11 +19,9 @@ from embodrl.hybrid_engines.training.megatron.core import data_group, megatron, 
 
 
 class DistributedAdamW:
-    """Replaces a ``torch.optim.AdamW`` over the parameters of a module.
+    """Replaces a ``torch.optim.AdamW`` over all trained parameters of a module.
 
-    Args:
-        module: parameters with ``requires_grad`` train.
-        adamw: optimizer of all trained parameters; its groups keep their settings, and hold stretches from then on.
+    The groups of ``adamw`` keep their settings, and hold stretches from then on.
     """
 
     def __init__(self, module: nn.Module, adamw: torch.optim.AdamW) -> None:

@@ -21,9 +21,7 @@ LLAMA = "model.language_model."
 class ParallelOpenVLAPolicy(OpenVLAPolicy):
     """This process's part of an OpenVLA. It evaluates actions; it cannot act.
 
-    Args:
-        policy: whole, identical in all processes; its parts are reused, and it must not be used afterwards.
-        config: section ``model``.
+    Parts of ``policy`` are reused, so it must not be used afterwards.
 
     Raises:
         EmbodrlError: the dimensions cannot be divided evenly.
