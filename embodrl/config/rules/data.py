@@ -33,7 +33,7 @@ def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
         yield Finding("env.env_type", f"{env.env_type} has no scripted experts", hint, ", ".join(there_are))
     elif lacking := [task for task in env.tasks if task not in shown]:
         message = f"no scripted expert for {', '.join(lacking)}"
-        yield Finding("env.tasks", message, "choose tasks with a scripted expert", ", ".join(shown))
+        yield Finding("env.tasks", message, "choose tasks that have one", ", ".join(shown))
 
 
 @note("sft", "algorithm.off_policy.demos")
