@@ -27,6 +27,7 @@ from embodrl.fields import open_regular_file, read_regular_file
 logger = logging.getLogger(__name__)
 
 CODE_SETTINGS = {
+    "actor.optim.fn": "a function",
     "algorithm.adv_type": "a function, if it is module:function",
     "algorithm.loss_type": "a function, if it is module:function",
     "algorithm.off_policy.intervention_device": "a function, if it is module:function",

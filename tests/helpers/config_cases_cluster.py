@@ -191,6 +191,19 @@ CLUSTER = [
         ("model.trainable=lora", *MEGATRON),
     ),
     Wrong(
+        "another optimizer by megatron",
+        "actor.optim.fn",
+        "megatron-has-its-own-optimizer",
+        ("actor.optim.fn=torch.optim:SGD", *MEGATRON),
+        more=MEGATRON_MISSING,
+    ),
+    Wrong(
+        "an optimizer that does not take an argument",
+        "actor.optim.arguments",
+        "optimizer-can-be-made",
+        ("actor.optim.fn=torch.optim:SGD", "actor.optim.arguments={momentun: 0.9}"),
+    ),
+    Wrong(
         "heads that can't be shared out",
         "actor.tensor_parallel_size",
         "megatron-cuts-evenly",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, divisors, rule
+from embodrl.config.rules.base import Context, divisors, note, rule
 from embodrl.config.rules.cluster import KEY
+from embodrl.errors import EmbodrlError
+from embodrl.names import import_function
 from embodrl.rule_set import Finding
 
 BACKEND = "actor.training_backend"
+OPTIMIZER = "actor.optim.fn"
 
 
 @rule(BACKEND, "actor.own_process", "cluster.launcher")
@@ -115,3 +119,35 @@ def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
             "false",
             others=("cluster.device",),
         )
+
+
+@rule(OPTIMIZER, "actor.optim.arguments")
+def optimizer_can_be_made(context: Context) -> Iterator[Finding]:
+    """The function of the optimizer can be imported, and takes the arguments."""
+    optim = context.config.actor.optim
+    if optim.fn is None:
+        return
+    try:
+        signature = inspect.signature(import_function(optim.fn))
+    except EmbodrlError as error:
+        hint = error.hint or "put the module's directory on PYTHONPATH, or correct the name"
+        yield Finding(OPTIMIZER, error.message, hint, "module:function, or null")
+        return
+    except ValueError:
+        return  # implemented in C: its signature is not available
+    try:
+        signature.bind([], **optim.arguments)
+    except TypeError as error:
+        message = f"'{optim.fn}' can't be called with parameter groups and these: {error}"
+        hint = f"its parameters are {', '.join(signature.parameters)}"
+        yield Finding("actor.optim.arguments", message, hint, others=(OPTIMIZER,))
+
+
+@note(OPTIMIZER, "actor.optim.betas", "actor.optim.eps", "algorithm.loss_type")
+def adamw_settings_have_an_effect(context: Context) -> Iterator[Finding]:
+    """``betas`` and ``eps`` are AdamW's: with another optimizer they reach the critics alone."""
+    if context.config.actor.optim.fn is None or context.loss.off_policy:
+        return
+    for key in ("actor.optim.betas", "actor.optim.eps"):
+        if context.by_user(key):
+            yield Finding(key, "has no effect: it is AdamW's, and actor.optim.fn is another optimizer", "leave it out")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,11 +24,19 @@ from embodrl.specs import ENGINES
 
 
 class OptimConfig(Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
     lr: Annotated[PositiveFloat, RL] = Field(default=1.5e-4, description="peak learning rate of the policy")
     value_lr: Annotated[PositiveFloat, AppliesIf("model.add_value_head"), RL] = Field(
         default=1e-3, description="peak learning rate of the value head"
+    )
+    fn: str | None = Field(
+        default=None,
+        description="module:function from parameter groups to a torch optimizer, element by element; null: AdamW."
+        " Critics alongside the policy keep AdamW",
+    )
+    arguments: Annotated[dict[str, Any], AppliesIf("actor.optim.fn")] = Field(
+        default={}, description="further arguments of that function, e.g. {momentum: 0.9}"
     )
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")

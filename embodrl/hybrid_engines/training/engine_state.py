@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embodrl.hybrid_engines.base import Counters, EngineState
 from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
-from embodrl.hybrid_engines.training.adam_state import AdamState
-from embodrl.hybrid_engines.training.adamw import fused_adamw
+from embodrl.hybrid_engines.training.optimizer_state import OptimizerState
+from embodrl.hybrid_engines.training.optimizers import ROLE, kept_state, make_optimizer
 from embodrl.hybrid_engines.training.options import VALUE_GROUP, EngineOptions
 from embodrl.hybrid_engines.training.sharding import held, part_of, whole
 from embodrl.hybrid_engines.training.side_modules import SideModules
@@ -55,7 +56,7 @@ class HeldState:
         # Before the optimizer is built, which must update the float32 copies.
         self.leaves |= self.masters
         self.optimizer = self._build_optimizer()
-        self.adam = AdamState(policy, self.leaves, self.masters, self.optimizer)
+        self.moments = OptimizerState(policy, self.leaves, self.masters, self.optimizer, kept_state(self.optim))
         self.side: SideModules | None = None
         self.memory = Offload(self.offloadable)
 
@@ -76,8 +77,8 @@ class HeldState:
         halves = [p for p in self.leaves if p.dtype.itemsize < torch.float32.itemsize]
         return {p: nn.Parameter(held(p).detach().float()) for p in halves}
 
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        param_groups: list[dict[str, object]] = []
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        param_groups: list[dict[str, Any]] = []
         for role, parameters in (("policy", self.policy_parameters), ("value", self.value_parameters)):
             # Biases, norms and layer scales are vectors; decay only shrinks their activations.
             for decay, chosen in (
@@ -85,8 +86,8 @@ class HeldState:
                 (0.0, [self.leaves[p] for p in parameters if p.ndim <= 1]),
             ):
                 if chosen:
-                    param_groups.append({"params": chosen, "weight_decay": decay, "role": role})
-        return fused_adamw(param_groups, self.optim.betas, self.optim.eps)
+                    param_groups.append({"params": chosen, "weight_decay": decay, ROLE: role})
+        return make_optimizer(param_groups, self.optim)
 
     def reference_weights(self) -> dict[str, Tensor]:
         """Return the reference's weights that are not shared with the policy; {} without a reference."""
@@ -133,7 +134,7 @@ class HeldState:
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Return the state's tensors as stored, without copies."""
         self.memory.onload()
-        found = {"policy": dict(self.policy.state_dict()), "optimizer": self.adam.tensors()}
+        found = {"policy": dict(self.policy.state_dict()), "optimizer": self.moments.tensors()}
         if reference := self.reference_weights():
             found["reference"] = reference
         return found | self._side_tensors()
@@ -143,7 +144,7 @@ class HeldState:
 
     def counters(self) -> Counters:
         """Return the JSON-serialisable part of the state."""
-        stepped = any(leaf in self.optimizer.state for leaf in self.leaves.values())
+        stepped = any(self.optimizer.state.get(leaf) for leaf in self.leaves.values())
         counts = {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row, HAS_MOMENTS: int(stepped)}
         return counts if self.side is None else counts | {SIDE_NONFINITE: self.side.nonfinite_in_row}
 
@@ -158,7 +159,7 @@ class HeldState:
         """Return tensors of the state as stored, without copies; {} for a missing section."""
         self.memory.onload()
         if section == "optimizer":
-            return self.adam.parts(names)
+            return self.moments.parts(names)
         side_tensors = self._side_tensors()
         if section in side_tensors:
             held = side_tensors[section]
@@ -178,8 +179,10 @@ class HeldState:
 
     def shapes(self) -> StateShapes:
         """Return the expected shapes of a saved state."""
-        masters = [name for name, parameter in self.adam.trained.items() if parameter in self.masters]
-        return StateShapes.of(self.policy, self.adam.trained, self.reference_weights(), masters, self.side)
+        trained = self.moments.trained
+        masters = [name for name, parameter in trained.items() if parameter in self.masters]
+        reference = self.reference_weights()
+        return StateShapes.of(self.policy, trained, reference, masters, self.side, self.moments.kept)
 
     def load(self, saved: EngineState) -> None:
         """See ``TrainEngine.load_state_dict``."""
@@ -204,29 +207,29 @@ class HeldState:
             self.side.put(tensors)
             return
         if section == "optimizer":
-            self.adam.put(tensors)
+            self.moments.put(tensors)
             return
         targets = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
         for name in targets.keys() & tensors.keys():
             held(targets[name]).copy_(part_of(tensors[name], targets[name]))
         # Until the saved float32 copies arrive with the section "optimizer", if it has any.
         if section == "policy":
-            self.adam.take_weights(tensors)
+            self.moments.take_weights(tensors)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors into which this process's shards of a checked state are loaded; see ``load_parts``."""
         if self.side is not None and section == self.side.section:
             self.side.make_room(saved)
         elif section == "optimizer":
-            saved = self.adam.make_room(saved)
+            saved = self.moments.make_room(saved)
         return self.parts(section, saved)
 
     def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
         """Use the data loaded into the tensors of ``room``; here they are the state itself."""
         if section == "policy":
-            self.adam.take_weights(parts)
+            self.moments.take_weights(parts)
         elif section == "optimizer":
-            self.adam.match_precision()
+            self.moments.match_precision()
 
     def set_counters(self, state: Mapping[str, int]) -> None:
         """Continue the counters of a saved state."""

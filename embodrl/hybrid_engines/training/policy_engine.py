@@ -150,7 +150,7 @@ class PolicyTrainEngine(TrainEngine):
         """
         step = self._step(self.state.optimizer, parameters, loss, self.state)
         if step.applied:
-            self.state.adam.round_weights()
+            self.state.moments.round_weights()
         return step
 
     def modules_step(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> OptimizerStep:
@@ -193,7 +193,7 @@ class PolicyTrainEngine(TrainEngine):
     def complete_update(self) -> None:
         self.state.version += 1
         # Before a rollout or a checkpoint uses them.
-        where = not_finite((name, held(parameter)) for name, parameter in self.state.adam.trained.items())
+        where = not_finite((name, held(parameter)) for name, parameter in self.state.moments.trained.items())
         if where:
             raise NonFiniteError(
                 f"update {self.version} made weights NaN or infinite: {where}",
@@ -237,5 +237,5 @@ class PolicyTrainEngine(TrainEngine):
 
 
 def _named(state: HeldState, leaves: Leaves) -> Iterator[tuple[str, nn.Parameter]]:
-    named = state.adam.trained | ({} if state.side is None else state.side.trained())
+    named = state.moments.trained | ({} if state.side is None else state.side.trained())
     yield from ((name, leaves[parameter]) for name, parameter in named.items() if parameter in leaves)

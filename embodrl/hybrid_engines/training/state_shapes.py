@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.training.side_modules import ADAM_STATE, HINT, SideModules, check_side
+from embodrl.hybrid_engines.training.optimizers import ADAMW, KeptState
+from embodrl.hybrid_engines.training.side_modules import HINT, SideModules, check_side
 
 FLOAT32_BYTES = 4
 MASTER = "master"
@@ -30,6 +31,7 @@ class StateShapes:
         num_bytes: size of the state once every weight has been trained.
         side: shapes of the weights of modules alongside the policy, by section.
         side_trained: names of the parameters trained with them, by section.
+        numbers, moments: what the optimizer keeps of a trained parameter: scalars, and tensors of its shape.
     """
 
     policy: Shapes
@@ -38,6 +40,8 @@ class StateShapes:
     num_bytes: int
     side: dict[str, Shapes] = field(default_factory=dict[str, Shapes])
     side_trained: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    numbers: tuple[str, ...] = ADAMW.numbers
+    moments: tuple[str, ...] = ADAMW.moments
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -51,6 +55,7 @@ class StateShapes:
         reference: Mapping[str, Tensor] | None = None,
         masters: Iterable[str] = (),
         side: SideModules | None = None,
+        kept: KeptState = ADAMW,
     ) -> Self:
         """Return the shapes of a policy's state; sharded tensors have their whole shapes.
 
@@ -58,17 +63,18 @@ class StateShapes:
         """
         weights = dict(policy.state_dict())
         names = set(masters)
-        moments = [p for name, p in trained.items() if name not in names]
-        # Moments count twice: exp_avg and exp_avg_sq.
-        kept = [*weights.values(), *(reference or {}).values(), *moments, *moments]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-        # 3: the float32 copy and its two moments.
-        num_bytes += sum(3 * FLOAT32_BYTES * trained[name].numel() for name in names)
+        moments = [p for name, p in trained.items() if name not in names] * len(kept.moments)
+        tensors = [*weights.values(), *(reference or {}).values(), *moments]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        in_float32 = 1 + len(kept.moments)  # the copy and its moments
+        num_bytes += sum(in_float32 * FLOAT32_BYTES * trained[name].numel() for name in names)
         shapes = (_shapes(weights), _shapes(trained), _shapes(reference or {}))
+        found = cls(*shapes, num_bytes, numbers=kept.numbers, moments=kept.moments)
         if side is None:
-            return cls(*shapes, num_bytes)
+            return found
         side_shapes = {side.section: _shapes(side.weights())}
-        return cls(*shapes, num_bytes + side.num_bytes(), side_shapes, {side.section: list(side.trained())})
+        side_trained = {side.section: list(side.trained())}
+        return replace(found, num_bytes=num_bytes + side.num_bytes(), side=side_shapes, side_trained=side_trained)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -97,14 +103,14 @@ def check_fit(
         check_side(saved.get(section, {}), weights, shapes.side_trained[section])
     moments = dict(saved.get("optimizer", {}))
     for name, shape in shapes.trained.items():
-        found = [t for key in ADAM_STATE if (t := moments.pop(f"{key}.{name}", None)) is not None]
+        keys = (*shapes.numbers, *shapes.moments)
+        found = [t for key in keys if (t := moments.pop(f"{key}.{name}", None)) is not None]
         copy = moments.pop(f"{MASTER}.{name}", None)
         if not found:
             continue  # not trained yet when the checkpoint was made
         if copy is not None:
             found.append(copy)
-        # The first one is ``step``, a scalar.
-        if len(found) < len(ADAM_STATE) or any(tuple(tensor.shape) != shape for tensor in found[1:]):
+        if len(found) < len(keys) or any(tuple(tensor.shape) != shape for tensor in found[len(shapes.numbers) :]):
             raise CheckpointError(
                 f"the checkpoint's optimizer state does not fit '{name}'", HINT, code="checkpoint-mismatch"
             )

@@ -49,11 +49,11 @@ class MegatronState(SharedState):
         if self.zero is not None:
             self.leaves = self.zero.stretches
 
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        adamw = super()._build_optimizer()
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        adamw = cast(torch.optim.AdamW, super()._build_optimizer())
         self.zero = DistributedAdamW(self.policy, adamw) if self.distributed else None
         # The update uses only the common interface of both optimizers.
-        return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
+        return adamw if self.zero is None else cast(torch.optim.Optimizer, self.zero)
 
     def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return none: megatron-core's distributed optimizer keeps its own float32 copies, the stretches."""

@@ -56,6 +56,15 @@ def megatron_rounds_updates_on_a_cpu(context: Context) -> Iterator[Finding]:
         yield Finding("actor.param_dtype", message, hint, others=(BACKEND,))
 
 
+@RULES.rule(BACKEND, "actor.optim.fn")
+def megatron_has_its_own_optimizer(context: Context) -> Iterator[Finding]:
+    """megatron-core shares out AdamW's state, and no other optimizer's."""
+    if context.config.actor.optim.fn is not None:
+        message = "the backend megatron has its own AdamW"
+        hint = "set it to null, or set actor=native or actor=fsdp"
+        yield Finding("actor.optim.fn", message, hint, "null", others=(BACKEND,))
+
+
 @RULES.rule(MASTERS, BACKEND)
 def megatron_keeps_its_own_masters(context: Context) -> Iterator[Finding]:
     """megatron-core itself decides about float32 copies."""

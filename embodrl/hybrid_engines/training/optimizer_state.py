@@ -1,4 +1,4 @@
-"""AdamW's state of the trained weights, under the names of a saved state."""
+"""The optimizer's state of the trained weights, under the names of a saved state."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Container, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from embodrl.hybrid_engines.training.optimizers import KeptState
 from embodrl.hybrid_engines.training.sharding import held, like, part_of
-from embodrl.hybrid_engines.training.side_modules import ADAM_STATE
 from embodrl.hybrid_engines.training.state_shapes import MASTER
 
 
-class AdamState:
+class OptimizerState:
     """Moments, and float32 copies of half-precision weights; names are ``exp_avg.NAME``, ``master.NAME``, ...
 
     Args:
         policy: provides the names; weights may be sharded.
         leaves: trained parameter -> tensor that the optimizer updates.
         masters: the leaves that are float32 copies, by parameter.
+        kept: what the optimizer keeps of each weight.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class AdamState:
         leaves: Mapping[nn.Parameter, nn.Parameter],
         masters: Mapping[nn.Parameter, nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        kept: KeptState,
     ) -> None:
         self.trained = {name: p for name, p in policy.named_parameters() if p in leaves}
         self._leaves = leaves
         self._masters = masters
         self._optimizer = optimizer
+        self.kept = kept
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors as stored, without copies; weights that were never stepped have none."""
@@ -39,7 +42,7 @@ class AdamState:
         return self.parts(f"{key}.{name}" for name in stepped for key in self._keys(self.trained[name]))
 
     def _keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        return (*ADAM_STATE, MASTER) if parameter in self._masters else ADAM_STATE
+        return (*self.kept.keys, MASTER) if parameter in self._masters else self.kept.keys
 
     def parts(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors as stored, without copies."""
@@ -51,7 +54,7 @@ class AdamState:
         if key == MASTER:
             return like(self._masters[parameter].detach(), parameter)
         moment = self._optimizer.state[self._leaves[parameter]][key]
-        return moment if key == "step" else like(moment, parameter)
+        return moment if key in self.kept.numbers else like(moment, parameter)
 
     @torch.no_grad()
     def round_weights(self) -> None:
@@ -72,11 +75,11 @@ class AdamState:
             key, _, owner = name.partition(".")
             parameter = self.trained[owner]
             leaf = self._leaves[parameter]
-            # ``step`` is a scalar, whole in every process.
-            part = tensor if key == "step" else part_of(tensor, parameter)
+            # A number is whole in every process.
+            part = tensor if key in self.kept.numbers else part_of(tensor, parameter)
             if key != MASTER:
                 # Moments take the precision of the optimizer's tensors, whatever they were saved in.
-                dtype = part.dtype if key == "step" else leaf.dtype
+                dtype = part.dtype if key in self.kept.numbers else leaf.dtype
                 # A copy: the optimizer updates it in place, and the saved tensor belongs to the caller.
                 self._optimizer.state[leaf][key] = part.to(leaf.device, dtype, copy=True)
             elif parameter in self._masters:
@@ -90,7 +93,7 @@ class AdamState:
             key, _, owner = name.partition(".")
             if key != MASTER:
                 leaf = self._leaves[self.trained[owner]]
-                shape = tensor.shape if key == "step" else leaf.shape
+                shape = tensor.shape if key in self.kept.numbers else leaf.shape
                 self._optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
         return used
 
@@ -101,4 +104,4 @@ class AdamState:
     def match_precision(self) -> None:
         """Convert loaded moments to the leaves' precision: without float32 copies they were saved in half precision."""
         for leaf, state in self._optimizer.state.items():
-            state |= {key: moment.to(leaf.dtype) for key, moment in state.items() if key != "step"}
+            state |= {key: moment.to(leaf.dtype) for key, moment in state.items() if key not in self.kept.numbers}
