@@ -65,7 +65,7 @@ def test_experience_is_gathered_by_one_node() -> None:
         .add_node("sync", f"{NODES}:sync", ("train",), "sync")
     )
     (problem,) = problems_of(pipeline)
-    assert problem.node == "more" and "so has 'rollout'" in problem.message
+    assert problem.node == "more" and "so does 'rollout'" in problem.message
     assert "algorithm.rollout_epoch" in problem.hint
 
 
