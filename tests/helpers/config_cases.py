@@ -164,7 +164,7 @@ FORM = [
     Wrong("preset in capitals", "algorithm", "preset-unknown", ("algorithm=PPO",), names="ppo"),
     Wrong("key below a number", "runner.seed.x", "argument-target", ("runner.seed.x=1",)),
     Wrong("unknown reference", "runner.name", "config-reference", ("runner.name=${runner.sed}",), names="runner.seed"),
-    Wrong("reference to itself", "runner.name", "config-reference", ("runner.name=${runner.name}",), names="circle"),
+    Wrong("reference to itself", "runner.name", "config-reference", ("runner.name=${runner.name}",), names="circular"),
     Wrong("resolver", "runner.name", "config-reference", ("runner.name=${oc.env:HOME}",), names="resolver"),
     Wrong("unknown extension", "extensions", "extension-import", ("extensions=[no_such_module_at_all]",)),
     Wrong("extension that is code", "extensions", "extension-import", ("extensions=['os:system']",)),
