@@ -93,9 +93,10 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
             marks=pytest.mark.long,
         ),
         ({}, {"trainable": "lora", "lora": {"rank": 4}}),
+        ({"optim": {"fn": "torch.optim:SGD", "arguments": {"momentum": 0.9}, "critic_warmup_iterations": 0}}, {}),
         pytest.param({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}, marks=pytest.mark.long),
     ],
-    ids=["checkpointing, reduce every micro-batch", "lora", "frozen vision and uneven shares"],
+    ids=["checkpointing, reduce every micro-batch", "lora", "momentum", "frozen vision and uneven shares"],
 )
 def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, Any], model: dict[str, Any]) -> None:
     assert_same_training(two, "openvla", fsdp_config(actor=actor, model=model))
