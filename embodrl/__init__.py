@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from embodrl.version import __version__
 
-# Name -> module:attribute, imported on first use. Keep the imports for type checkers below in step; a test compares.
+# Name -> module:attribute, imported on first use. Keep the type-checker imports below in step; a test compares them.
 _EXPORTS = {
-    # Verbs and what they return.
+    # Verbs and their results.
     **dict.fromkeys(
         (
             *("load_config", "train", "evaluate", "collect", "sft", "load_policy", "follow_weights"),
@@ -33,7 +33,7 @@ _EXPORTS = {
     "EpisodeRecord": "embodrl.workers.evaluator",
     # Errors.
     **dict.fromkeys(("EmbodrlError", "ConfigError", "ConfigProblem"), "embodrl.errors"),
-    # Records: what policies and environments exchange.
+    # Records exchanged by policies and environments.
     **dict.fromkeys(
         ("CameraSpec", "EnvSpec", "Observation", "EnvStep", "PolicyOutput", "EvalOutput", "SamplingParams"),
         "embodrl.types",
@@ -68,7 +68,7 @@ _EXPORTS = {
     "register_advantage": "embodrl.specs:ADVANTAGES.register_function",
     "register_loss": "embodrl.specs:LOSSES.register_function",
     "register_pipeline": "embodrl.specs:PIPELINES.add",
-    # Coroutines, and other libraries' batches.
+    # Coroutines, and batches of other libraries.
     **dict.fromkeys(("AsyncTaskRunner", "TaskResult"), "embodrl.workers.workflows.task_runner"),
     **dict.fromkeys(
         ("to_verl", "from_verl", "to_areal", "from_areal", "to_areal_list", "from_areal_list"),

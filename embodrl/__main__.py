@@ -1,4 +1,4 @@
-"""`python -m embodrl` is `embodrl`."""
+"""Entry point of `python -m embodrl`."""
 
 from embodrl.cli.main import main
 

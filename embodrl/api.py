@@ -1,4 +1,4 @@
-"""The verbs as functions: what ``import embodrl`` offers beside types and registries."""
+"""Functions of the verbs, as exported by ``import embodrl`` along with types and registries."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from embodrl.runs.train import TrainResult
 
 ConfigLike = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path | None
-"""Overrides (``["env=toy", "runner.seed=3"]``), a mapping, the path of a YAML file, or a loaded one."""
+"""Overrides (``["env=toy", "runner.seed=3"]``), a mapping, the path of a YAML file, or a loaded configuration."""
 
 
 def __getattr__(name: str) -> Any:
-    # Results are defined beside the verbs, which import torch.
+    # Results are defined next to the verbs, which import torch.
     modules = {"TrainResult": "train", "EvaluationResult": "eval_result", "CollectResult": "collect"}
     if name not in modules:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
@@ -43,7 +43,7 @@ R = TypeVar("R")
 
 
 def _explain_keywords(verb: Callable[P, R]) -> Callable[P, R]:
-    """Answer settings that are given as keywords with the form that is meant."""
+    """Report settings passed as keyword arguments, with the correct form."""
     known = inspect.signature(verb).parameters
 
     @functools.wraps(verb)
@@ -52,7 +52,7 @@ def _explain_keywords(verb: Callable[P, R]) -> Callable[P, R]:
         if unknown:
             settings = ", ".join(f'"{name}={value}"' for name, value in unknown.items())
             hint = f'write embodrl.{verb.__name__}([{settings}]), with single values as "section.key=VALUE"'
-            message = f"settings are no keywords of {verb.__name__}()"
+            message = f"settings are not keyword arguments of {verb.__name__}()"
             problem = ConfigProblem(next(iter(unknown)), message, hint=hint, code="settings-as-keywords")
             raise ConfigError([problem])
         return verb(*args, **kwargs)
@@ -62,11 +62,11 @@ def _explain_keywords(verb: Callable[P, R]) -> Callable[P, R]:
 
 @dataclass(frozen=True)
 class SftResult:
-    """What supervised fine-tuning leaves behind.
+    """Result of supervised fine-tuning.
 
     Attributes:
-        output_dir: metrics and ``policy/``.
-        exit_code: 0 finished, 128 + N stopped by signal N; the policy so far is saved.
+        output_dir: directory of metrics and ``policy/``.
+        exit_code: 0 if finished, 128 + N if stopped by signal N, with the policy so far saved.
     """
 
     output_dir: Path
@@ -74,7 +74,7 @@ class SftResult:
 
     @property
     def policy_dir(self) -> Path:
-        """The policy in its public layout, for ``load_policy`` or ``model.warm_start``."""
+        """Policy directory in its public layout, for ``load_policy`` or ``model.warm_start``."""
         return self.output_dir / "policy"
 
     @property
@@ -91,28 +91,28 @@ def load_config(config: ConfigLike = None, overrides: Sequence[str] = ()) -> Loa
     """Compose presets, a mapping or YAML file, and overrides, and validate the result.
 
     Args:
-        config: overrides, a mapping (``{"env": "toy", "runner": {"seed": 3}}``; a group's name as value chooses a
+        config: overrides, a mapping (``{"env": "toy", "runner": {"seed": 3}}``; a group with a name as value chooses a
             preset), the path of a YAML file, or None for the defaults.
-        overrides: further ones as on the command line, e.g. ``env=toy`` or ``runner.seed=3``; they win.
+        overrides: further overrides as on the command line, e.g. ``env=toy`` or ``runner.seed=3``; they take
+            precedence.
 
     Returns:
-        The configuration: typed values in ``config``, ``origins`` of each, ``notes`` about odd settings.
+        The configuration: typed values in ``config``, their ``origins``, and ``notes`` about surprising settings.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: the configuration is invalid; lists every problem found.
     """
     return _load(config, overrides)
 
 
 @_explain_keywords
 def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResult:
-    """Train a policy in a new run directory, as `embodrl train`.
+    """Train a policy in a new run directory, like `embodrl train`.
 
-    Ctrl-C stops it with a checkpoint (``exit_code`` 130): a rollout is dropped and repeated by `embodrl resume`, an
-    update is finished first. What does not advance for ``runner.stop_timeout_s`` is interrupted without saving, by an
-    EmbodrlError with the code ``stopped-unsaved``; a second Ctrl-C raises KeyboardInterrupt. The process itself is
-    never ended. Signal handlers, torch's
-    thread count, determinism and random state are those of before when it returns.
+    Ctrl-C stops the run with a checkpoint (``exit_code`` 130): a rollout is dropped and repeated by `embodrl resume`,
+    an update is finished first. Work that makes no progress for ``runner.stop_timeout_s`` is interrupted without
+    saving, by an EmbodrlError with code ``stopped-unsaved``; a second Ctrl-C raises KeyboardInterrupt. The process
+    itself is never ended. Signal handlers, torch's thread count, determinism and random state are restored on return.
 
     Args:
         config: as for ``load_config``.
@@ -122,7 +122,7 @@ def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResu
         ``metrics`` (a list of rows), ``run_dir``, ``policy``, ``videos`` and ``exit_code``.
 
     Raises:
-        EmbodrlError: the configuration is invalid, something is missing, or the run failed.
+        EmbodrlError: the configuration is invalid, a requirement is missing, or the run failed.
     """
     loaded = _measured(_load(config, overrides, "train"))
     from embodrl.runs.train import train as run
@@ -140,20 +140,20 @@ def evaluate(
     output_dir: str | Path | None = None,
     trust: bool = False,
 ) -> EvaluationResult:
-    """Measure a policy on fixed seeds, as `embodrl eval`.
+    """Evaluate a policy on fixed seeds, like `embodrl eval`.
 
     Args:
-        config: as for ``load_config``; None with a policy of a run takes the run's configuration.
+        config: as for ``load_config``; None with a run's policy uses the run's configuration.
         overrides: as for ``load_config``.
-        policy: a policy, or the path of a run, a checkpoint or a policy directory; None takes the configured one.
-        output_dir: new or empty; None makes one in the run's directory or outputs/.
-        trust: the settings of a run that another user started may run code.
+        policy: a policy, or the path of a run, a checkpoint or a policy directory; None uses the configured one.
+        output_dir: new or empty directory; None creates one in the run's directory or outputs/.
+        trust: let the settings of a run that another user started run code.
 
     Returns:
         ``success_rate`` with its 95 % ``interval``, a record per episode in ``episodes``, ``report`` and ``videos``.
 
     Raises:
-        EmbodrlError: the configuration is invalid, something is missing, or the simulator failed.
+        EmbodrlError: the configuration is invalid, a requirement is missing, or the simulator failed.
     """
     from embodrl.runs.evaluate import evaluate as run
     from embodrl.runs.policies import find_policy
@@ -190,19 +190,19 @@ def collect(
     policy: VLAPolicy | str | Path | None = None,
     trust: bool = False,
 ) -> CollectResult:
-    """Gather demonstrations by scripted experts, or by a policy, as `embodrl collect`.
+    """Collect demonstrations by scripted experts, or by a policy, like `embodrl collect`.
 
     Args:
-        config: as for ``load_config``; None with a policy of a run takes the run's configuration.
+        config: as for ``load_config``; None with a run's policy uses the run's configuration.
         overrides: as for ``load_config``, e.g. ``collect.num_episodes=50``.
-        policy: acts instead of the experts: a policy, or the path of a run, a checkpoint or a policy directory.
-        trust: the settings of a run that another user started may run code.
+        policy: policy that acts instead of the experts, or the path of a run, a checkpoint or a policy directory.
+        trust: let the settings of a run that another user started run code.
 
     Returns:
-        ``output_dir``, ``num_episodes``, ``num_frames`` and the ``success_rate`` of who acted, by task.
+        ``output_dir``, ``num_episodes``, ``num_frames`` and the ``success_rate`` by task.
 
     Raises:
-        EmbodrlError: the configuration is invalid, something is missing, or the experts or the simulator failed.
+        EmbodrlError: the configuration is invalid, a requirement is missing, or the experts or the simulator failed.
     """
     from embodrl.runs.collect import collect as run
     from embodrl.runs.policies import find_policy
@@ -230,13 +230,12 @@ def collect(
 
 
 def _always(policy: VLAPolicy) -> Callable[..., VLAPolicy]:
-    """Return what makes a policy from a configuration, where it is made already."""
     return lambda *_: policy
 
 
 @_explain_keywords
 def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
-    """Fine-tune a policy on demonstrations, as `embodrl sft`.
+    """Fine-tune a policy on demonstrations, like `embodrl sft`.
 
     Args:
         config: as for ``load_config``.
@@ -263,17 +262,17 @@ def load_policy(
     >>> actions = policy.predict(image, "push the cube to the target")     # doctest: +SKIP
 
     Args:
-        path: a run, ``RUN/checkpoints/step_N``, or the directory of a policy, e.g. ``RUN/policy``.
+        path: a run, ``RUN/checkpoints/step_N``, or a policy directory, e.g. ``RUN/policy``.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:N``.
-        overrides: of the run's configuration; for a policy outside of a run the configuration that it was trained
-            with, e.g. ``["model=pi0", "model.num_action_chunks=8"]``.
-        trust: the settings of a run that another user started may run code.
+        overrides: overrides of the run's configuration; for a policy outside of a run, the configuration of its
+            training, e.g. ``["model=pi0", "model.num_action_chunks=8"]``.
+        trust: let the settings of a run that another user started run code.
 
     Returns:
         The policy in evaluation mode; see ``VLAPolicy.predict``.
 
     Raises:
-        EmbodrlError: there is no policy, or it does not fit the configuration.
+        EmbodrlError: there is no policy, or it does not match the configuration.
     """
     import torch
 
@@ -290,20 +289,19 @@ def follow_weights(
 ) -> Iterator[tuple[int, EvaluationResult]]:
     """Evaluate every new version of the weights that a run publishes (``rollout.publish_weights=true``).
 
-    The run may be on another machine that shares its directory. A version that is superseded while another one is
-    being evaluated is skipped.
+    The run may be on another machine that shares its directory. Versions superseded during an evaluation are skipped.
 
     Args:
-        run_dir: of the run.
-        versions: stop after so many; None: never.
-        wait_s: stop when no new version came for so many seconds.
-        trust: the settings of a run that another user started may run code.
+        run_dir: run directory.
+        versions: stop after this many versions; None: never.
+        wait_s: stop when no new version appears for this many seconds.
+        trust: let the settings of a run that another user started run code.
 
     Yields:
-        The version, that is the number of updates that the weights have seen, and its evaluation.
+        The version, i.e. the number of updates that the weights have seen, and its evaluation.
 
     Raises:
-        EmbodrlError: this is not a run, or its weights do not fit.
+        EmbodrlError: this is not a run, or its weights do not match.
     """
     from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
     from embodrl.hybrid_engines.weight_sync.buckets import layout_of
@@ -354,7 +352,7 @@ def _load(config: ConfigLike, overrides: Sequence[str], verb: Verb | None = None
 
 
 def _measured(loaded: LoadedConfig) -> LoadedConfig:
-    """Measure ``env.num_processes: auto`` on this machine, unless that was done before."""
+    """Measure ``env.num_processes: auto`` on this machine, unless this was done before."""
     if loaded.processes is None or loaded.processes.measured:
         return loaded
     import logging
@@ -366,7 +364,7 @@ def _measured(loaded: LoadedConfig) -> LoadedConfig:
 
 @contextmanager
 def _torch_settings() -> Iterator[None]:
-    """Give torch's process-wide settings back: a notebook keeps its own."""
+    """Restore torch's process-wide settings on exit, e.g. for a notebook."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Errors that users can act on: each carries a hint."""
+"""Errors that users can act on; each has a hint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MAX_FRAMES = 6
 
 
 class EmbodrlError(Exception):
-    """Base of every error that embodrl raises on purpose.
+    """Base class of all errors that embodrl raises deliberately.
 
     Args:
         message: what is wrong, naming the object concerned.
         hint: what the user can do about it.
-        code: stable identifier, explained by `embodrl explain CODE`; by default that of the class.
+        code: stable identifier, explained by `embodrl explain CODE`; defaults to the class's.
 
     Attributes:
-        code: stable identifier in kebab case. A class that sets none gets its own name without ``Error``.
-        exit_code: of a command that ends with the error.
+        code: stable identifier in kebab case; defaults to the class name without ``Error``.
+        exit_code: exit code of a command that fails with the error.
     """
 
     code: str = "embodrl"
@@ -55,20 +55,20 @@ class EmbodrlError(Exception):
 
 
 def without_controls(text: str) -> str:
-    """Return a text for a terminal, which would obey the control characters of values and of other people's errors."""
+    """Return a text without control characters, which values and foreign errors may contain, for a terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One thing wrong with a configuration.
+    """A single problem in a configuration.
 
     Attributes:
         key: dotted key, e.g. ``algorithm.gamma``.
         message: what is wrong, with the offending value.
-        origin: where the value came from, e.g. ``configs/algorithm/ppo.yaml:7`` or ``command line``.
+        origin: origin of the value, e.g. ``configs/algorithm/ppo.yaml:7`` or ``command line``.
         allowed: allowed values or range, in words; empty if not applicable.
-        nearest: the nearest valid name for a misspelt one; empty if none is near.
+        nearest: nearest valid name for a misspelt one; empty if none is near.
         hint: what to change.
         code: stable identifier of the rule, explained by `embodrl explain CODE`.
     """
@@ -82,7 +82,7 @@ class ConfigProblem:
     code: str = "config"
 
     def paragraph(self) -> str:
-        """Return it as in reports: key and message, then origin, allowed values, nearest name, hint and code."""
+        """Return the problem as in reports: key, message, origin, allowed values, nearest name, hint and code."""
         lines = [f"{self.key}: {self.message}"]
         if self.origin:
             lines.append("     at:       " + self.origin.replace("\n", "\n               "))
@@ -93,7 +93,7 @@ class ConfigProblem:
 
 @dataclass
 class ConfigError(EmbodrlError):
-    """All the problems of a configuration, in one report."""
+    """All problems of a configuration, in one report."""
 
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
 
@@ -113,11 +113,11 @@ class ConfigError(EmbodrlError):
 
 
 class UnknownNameError(EmbodrlError):
-    """A registry has no entry of that name."""
+    """A name is not in its registry."""
 
 
 class UsageError(EmbodrlError):
-    """The command line asks for something that does not exist; nothing was started."""
+    """The command line names something that does not exist; nothing was started."""
 
     exit_code = 2
 
@@ -128,7 +128,7 @@ class MissingDependencyError(EmbodrlError):
 
 @dataclass(frozen=True)
 class PipelineProblem:
-    """One thing wrong with a pipeline.
+    """A single problem in a pipeline.
 
     Attributes:
         node: name of the node; "" for the whole pipeline.
@@ -147,13 +147,7 @@ class PipelineProblem:
 
 
 class PipelineError(EmbodrlError):
-    """A pipeline's graph is invalid, or one of its nodes failed.
-
-    Args:
-        message: what went wrong, naming the pipeline.
-        hint: what the user can do about it.
-        problems: all that is wrong with the graph, listed after the message.
-    """
+    """A pipeline's graph is invalid, or one of its nodes failed."""
 
     def __init__(
         self, message: str, hint: str = "", problems: tuple[PipelineProblem, ...] = (), *, code: str | None = None
@@ -187,7 +181,7 @@ class CheckpointError(EmbodrlError):
     Args:
         message: what went wrong, naming the checkpoint.
         hint: what the user can do about it.
-        report: the outcome for each name (a ``LoadReport``), where names or shapes do not match.
+        report: outcome per name (a ``LoadReport``) if names or shapes do not match.
     """
 
     def __init__(self, message: str, hint: str = "", report: object = None, *, code: str | None = None) -> None:
@@ -196,15 +190,15 @@ class CheckpointError(EmbodrlError):
 
 
 class HubError(CheckpointError):
-    """A repository of the hub can't be fetched: no network, no permission, no such name, or a wrong checksum."""
+    """A hub repository can't be fetched: no network, no permission, no such name, or a wrong checksum."""
 
 
 class StatisticsMissingError(CheckpointError):
-    """A checkpoint has no statistics of the robot that is wanted."""
+    """A checkpoint has no statistics for the requested robot."""
 
 
 class PolicyFileError(CheckpointError):
-    """A file of a policy directory is invalid: config, statistics, index of shards, weights or tokenizer."""
+    """A file of a policy directory is invalid: config, statistics, shard index, weights or tokenizer."""
 
 
 class EnvError(EmbodrlError):
@@ -216,7 +210,7 @@ class EnvOrderError(EnvError):
 
 
 class EnvWorkerDied(EnvError):
-    """A simulator process ended without saying why (signal, out of memory, ...)."""
+    """A simulator process ended without reporting why (signal, out of memory, ...)."""
 
 
 class EnvProtocolError(EnvWorkerDied):
@@ -232,7 +226,7 @@ class EnvRaised(EnvError):
 
 
 class EnvQuarantined(EnvError):
-    """A simulator returned invalid values in too many consecutive episodes; a new episode does not help."""
+    """A simulator returned invalid values in too many consecutive episodes; new episodes do not help."""
 
 
 class TaskRunnerError(EmbodrlError):
@@ -240,15 +234,15 @@ class TaskRunnerError(EmbodrlError):
 
 
 class TaskQueueFull(TaskRunnerError):
-    """There was no room in the queue in time; nothing was queued."""
+    """The queue had no free slot in time; nothing was queued."""
 
 
 class TaskIdTaken(TaskRunnerError):
-    """A task of that id is queued, runs, or has an undelivered result."""
+    """A task with this id is queued, running, or has an undelivered result."""
 
 
 class FileFormatError(EmbodrlError):
-    """A file is not of the expected format, or a value in it is invalid."""
+    """A file does not have the expected format, or a value in it is invalid."""
 
 
 class FileDamagedError(EmbodrlError):
@@ -265,9 +259,9 @@ class WorkerError(EmbodrlError):
     Args:
         message: what went wrong, naming group and rank.
         hint: what the user can do about it.
-        rank: of the worker.
-        traceback: of the worker, "" where there is none.
-        log_tail: the last that it printed.
+        rank: rank of the worker.
+        traceback: traceback in the worker, or "".
+        log_tail: end of the worker's output.
     """
 
     def __init__(
@@ -288,11 +282,11 @@ class WorkerError(EmbodrlError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended without being asked to."""
+    """A worker process ended unexpectedly."""
 
 
 class WorkerHung(WorkerDied):
-    """A worker process was stopped, or hung, and was killed for it."""
+    """A worker process was stopped or hung, and was killed."""
 
 
 class WorkerTimeout(WorkerError):
@@ -304,7 +298,7 @@ class WorkerRaised(WorkerError):
 
 
 class RolloutEngineError(EmbodrlError):
-    """A rollout engine failed and can't act any more."""
+    """A rollout engine failed and can no longer act."""
 
 
 class NonFiniteError(EmbodrlError):
@@ -316,7 +310,7 @@ class WorkflowError(EmbodrlError):
 
 
 class EpisodeTimeout(EmbodrlError):
-    """An episode of a workflow took longer than ``rollout.episode_timeout_s``."""
+    """A workflow episode took longer than ``rollout.episode_timeout_s``."""
 
 
 class RewardError(EmbodrlError):
@@ -328,11 +322,11 @@ class MessageError(EmbodrlError):
 
 
 class WireError(EmbodrlError):
-    """A message of a client or server of policies is malformed, too large, or lacks something."""
+    """A message of a policy client or server is malformed, too large, or incomplete."""
 
 
 class RemotePolicyError(EmbodrlError):
-    """A policy server can't be reached, refuses an observation, or answers what does not fit."""
+    """A policy server can't be reached, refuses an observation, or returns an invalid answer."""
 
 
 class ServingError(EmbodrlError):
@@ -340,15 +334,15 @@ class ServingError(EmbodrlError):
 
 
 class StoreError(EmbodrlError):
-    """A store that processes share can't be reached, or holds what does not fit."""
+    """A shared store can't be reached, or has incompatible content."""
 
 
 class ChannelError(EmbodrlError):
-    """A channel can't do what is asked of it."""
+    """A channel can't perform a requested operation."""
 
 
 class ChannelClosed(ChannelError):
-    """The channel was closed, and nothing is left in it."""
+    """The channel was closed and is empty."""
 
 
 class ChannelTimeout(ChannelError):
@@ -356,28 +350,28 @@ class ChannelTimeout(ChannelError):
 
 
 class WeightSyncError(EmbodrlError):
-    """Weights did not reach a rollout; it keeps the version that it had."""
+    """Weights did not reach a rollout, which keeps its previous version."""
 
 
 class IncompleteSyncError(WeightSyncError):
-    """A weight sync began and did not complete, or a part of it is missing."""
+    """A weight sync started but did not complete, or a part of it is missing."""
 
 
 class WeightChecksumError(WeightSyncError):
-    """A tensor arrived with other bytes than it was sent with."""
+    """A tensor arrived with different bytes than were sent."""
 
 
 class WeightVersionError(WeightSyncError):
-    """A version is not above the one before, or builds on one that is not there."""
+    """A version is not above the previous one, or builds on a missing one."""
 
 
 class WeightLayoutError(WeightSyncError):
-    """Names or shapes are not those of the policy that should take them."""
+    """Names or shapes do not match those of the receiving policy."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of a traceback that are in the user's own files, the innermost last: not in embodrl, installed
-    packages or the standard library. At most ``MAX_FRAMES``.
+    """Return the traceback frames in the user's own files, innermost last: not in embodrl, installed packages or the
+    standard library. At most ``MAX_FRAMES``.
     """
     frames = traceback.extract_tb(error.__traceback__)
     standard = str(Path(traceback.__file__).parent)

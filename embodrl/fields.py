@@ -1,7 +1,8 @@
 """Typed, bounded reading of JSON that another program may have written or damaged.
 
 A file is read only up to a size limit. Each field is then read with its type and range, so that an invalid value is
-reported with file and key before anything is built from it. Simulator processes use this module, too: no torch.
+reported with file and key before anything is built from it. Simulator processes use this module, too, so it imports no
+torch.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _MISSING: object = object()
 
 
 class Fields:
-    """A JSON object whose fields are checked as they are read.
+    """A JSON object whose fields are checked when read.
 
-    A field that is missing, or null where there is a default, gives the default; without a default it is an error.
+    A missing field, or null for a field with a default, gives the default; without a default it is an error.
 
     Args:
         content: the parsed object.
-        source: the file and the place in it, for messages.
-        error: class of the errors raised.
+        source: file and location in it, for messages.
+        error: class of the raised errors.
         hint: what the user can do about an invalid field.
     """
 
@@ -55,7 +56,7 @@ class Fields:
         return iter(self.content)
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise the error of this file: ``SOURCE: problem``."""
+        """Raise this file's error: ``SOURCE: problem``."""
         raise self._error(f"{self.source}: {problem}", self._hint)
 
     def _read(self, name: str, default: object) -> tuple[object, bool]:
@@ -71,7 +72,6 @@ class Fields:
     @overload
     def text(self, name: str, default: _T) -> str | _T: ...
     def text(self, name: str, default: object = _MISSING) -> object:
-        """Return a string."""
         value, is_default = self._read(name, default)
         if not is_default and not isinstance(value, str):
             self.refuse(f"{name!r} is {_shown(value)}, not a string")
@@ -82,7 +82,6 @@ class Fields:
     @overload
     def flag(self, name: str, default: _T) -> bool | _T: ...
     def flag(self, name: str, default: object = _MISSING) -> object:
-        """Return a boolean."""
         value, is_default = self._read(name, default)
         if not is_default and not isinstance(value, bool):
             self.refuse(f"{name!r} is {_shown(value)}, not true or false")
@@ -123,12 +122,11 @@ class Fields:
     def numbers(
         self, name: str, length: int | None = None, *, low: float = -math.inf, high: float = math.inf
     ) -> list[float]:
-        """Return a list of finite numbers within [low, high], of a certain length if given."""
+        """Return a list of finite numbers within [low, high], of the given length, if any."""
         values = self.items(name, length)
         return [self._finite(f"{name}[{index}]", value, low, high) for index, value in enumerate(values)]
 
     def texts(self, name: str) -> list[str]:
-        """Return a list of strings."""
         values = self.items(name)
         for index, value in enumerate(values):
             if not isinstance(value, str):
@@ -136,7 +134,7 @@ class Fields:
         return [str(value) for value in values]
 
     def items(self, name: str, length: int | None = None) -> list[object]:
-        """Return a list, of a certain length if given."""
+        """Return a list, of the given length, if any."""
         value, _ = self._read(name, _MISSING)
         if not isinstance(value, list):
             self.refuse(f"{name!r} is {_shown(value)}, not a list")
@@ -146,12 +144,10 @@ class Fields:
         return items
 
     def fields(self, name: str, default: Mapping[str, object] | None = None) -> Fields:
-        """Return a nested object."""
         value, _ = self._read(name, _MISSING if default is None else default)
         return self._nested(name, value)
 
     def objects(self, name: str) -> list[Fields]:
-        """Return a list of objects."""
         return [self._nested(f"{name}[{index}]", value) for index, value in enumerate(self.items(name))]
 
     def _nested(self, name: str, value: object) -> Fields:
@@ -162,38 +158,38 @@ class Fields:
 
 
 def with_whole_numbers(fields: Fields) -> Fields:
-    """Return an object in which 12.0 is 12: tools that merge tables of data write integers so."""
+    """Return the object with 12.0 as 12, since tools that merge data tables write integers as floats."""
     content = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in fields.content.items()}
     return Fields(content, fields.source, fields._error, fields._hint)  # pyright: ignore[reportPrivateUsage]
 
 
 def open_descriptor(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file; also as the ``opener`` of ``open``. A pipe would wait for its other end, a device forever.
+    """Open a regular file; also an ``opener`` for ``open``. A pipe would wait for its other end, a device forever.
 
     Raises:
-        OSError: it is none, or can't be opened.
+        OSError: the file is not regular, or can't be opened.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
 
 
 def open_regular_file(path: Path, follow_links: bool = False) -> BufferedReader:
-    """Open a file for reading that is neither a pipe nor a device, nor a link unless links are followed.
+    """Open a file for reading, refusing pipes and devices, and links unless links are followed.
 
     Raises:
-        OSError: it is one, or can't be read.
+        OSError: the file is refused, or can't be read.
     """
     return os.fdopen(open_descriptor(path, os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW)), "rb")
 
 
 def check_regular_file(path: Path) -> None:
-    """Refuse what ``open_regular_file`` does, following links, before a library opens it.
+    """Check a file like ``open_regular_file``, following links, before a library opens it.
 
     Raises:
-        OSError: it is not one, or can't be read.
+        OSError: the file is refused, or can't be read.
     """
     open_regular_file(path, follow_links=True).close()
 
@@ -202,7 +198,7 @@ def read_regular_file(path: Path, max_bytes: int, follow_links: bool = False) ->
     """Return the content of a file; see ``open_regular_file``.
 
     Raises:
-        OSError: it is no such file, is larger than ``max_bytes``, or can't be read.
+        OSError: the file is refused, larger than ``max_bytes``, or can't be read.
     """
     with open_regular_file(path, follow_links) as file:
         content = file.read(max_bytes + 1)
@@ -212,15 +208,15 @@ def read_regular_file(path: Path, max_bytes: int, follow_links: bool = False) ->
 
 
 class TooLargeError(ValueError):
-    """Packed bytes are larger than they may be."""
+    """Unpacked bytes exceed the size limit."""
 
 
 def unpack(packed: bytes, max_bytes: int) -> bytes:
-    """Return what zlib or gzip has packed; a few bytes may claim to be gigabytes.
+    """Unpack zlib or gzip data with a size limit, since a few bytes may expand to gigabytes.
 
     Raises:
-        TooLargeError: it is larger than ``max_bytes``.
-        ValueError: it is damaged.
+        TooLargeError: the content is larger than ``max_bytes``.
+        ValueError: the data are damaged.
     """
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: either, by its first bytes
     try:
@@ -242,17 +238,10 @@ def read_fields(
     max_bytes: int = MAX_JSON_BYTES,
     follow_links: bool = True,
 ) -> Fields:
-    """Read a JSON file whose top is an object.
-
-    Args:
-        path: of the file.
-        error: class of the errors raised, for its fields too.
-        hint: what the user can do about an invalid file.
-        max_bytes: size limit.
-        follow_links: false for a file of a run that may be somebody else's.
+    """Read a JSON file with an object at the top level; without ``follow_links`` if it may be another user's.
 
     Raises:
-        EmbodrlError: of class ``error``: the file can't be read, is too large, nested too deeply, or not such JSON.
+        EmbodrlError: of class ``error``: the file can't be read, is too large, nested too deeply, or not a JSON object.
     """
     try:
         encoded = read_regular_file(path, max_bytes, follow_links)
@@ -268,14 +257,14 @@ def parse_fields(
     hint: str = "restore the file from its origin",
     max_bytes: int = MAX_JSON_BYTES,
 ) -> Fields:
-    """As ``read_fields``, for text that has been read already."""
+    """Parse text that was read already, like ``read_fields``."""
     if len(encoded) > max_bytes:
         raise error(f"{source} is larger than {max_bytes:,} bytes, the limit for such a file", hint)
     try:
         content: object = json.loads(encoded)
     except RecursionError as cause:
         raise error(f"{source} is nested too deeply", hint) from cause
-    except ValueError as cause:  # of json and of a wrong encoding
+    except ValueError as cause:  # from json, or from a wrong encoding
         raise error(f"{source} is not valid JSON: {cause}", hint) from cause
     if not isinstance(content, dict):
         raise error(f"{source} holds {_shown(content)}, not a JSON object", hint)

@@ -1,4 +1,4 @@
-"""Checkpoints and datasets of the Hugging Face hub: their names, what its cache holds, and fetching them.
+"""Checkpoints and datasets on the Hugging Face hub: names, cache lookup and fetching.
 
 Everything goes through huggingface_hub: its cache, its login, and HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
 """
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 MODEL_FACTS = ("*.json",)
-"""Of a model: what the rules of a configuration read, and little more."""
+"""Model files that the configuration rules read, and little more."""
 _OFT_COMPONENTS = ("proprio_projector", "action_head", "vision_backbone", "noisy_action_projector")
 MODEL_FILES = (
     *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt"),
     *(f"{name}--*.pt" for name in _OFT_COMPONENTS),
 )
-"""Of a model: weights, settings, tokenizer; of OpenVLA-OFT components of their own, which are read as plain tensors."""
+"""Model files: weights, settings, tokenizer, and OpenVLA-OFT's separate components, which are read as plain tensors."""
 DATASET_FACTS = ("meta/*", "index.json")
 DATASET_FILES = (*DATASET_FACTS, "checksums.json", "*.parquet", "videos/*.mp4", "*.safetensors")
 WEIGHTS = (".safetensors", ".parquet", ".mp4", ".pt")
-"""What may be large."""
+"""Files that may be large."""
 MAX_OTHER_BYTES = 2**28
 MAX_ENTRIES = 500_000
 DISK_RESERVE_BYTES = 2**30
@@ -41,20 +41,18 @@ _NAME = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LOCAL_RECORDS = ".cache/huggingface"
-_LATER = "check the network and HF_ENDPOINT, and run the command again: what is complete is kept"
-_OFFLINE = (
-    "unset it, or fetch it where there is a network (`embodrl fetch`) and copy the cache (HF_HOME) or the directory"
-)
+_LATER = "check the network and HF_ENDPOINT, and run the command again: complete files are kept"
+_OFFLINE = "unset it, or fetch with network access (`embodrl fetch`) and copy the cache (HF_HOME) or the directory"
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A repository.
+    """A repository name.
 
     Attributes:
         repository: ``OWNER/NAME``.
         revision: branch, tag or commit; None for the main branch.
-        kind: what it holds.
+        kind: kind of content.
     """
 
     repository: str
@@ -67,19 +65,19 @@ class HubName:
 
     @property
     def is_dataset(self) -> bool:
-        """Whether it holds demonstrations, and no model."""
+        """Whether the repository holds demonstrations rather than a model."""
         return self.kind == "dataset"
 
     @property
     def is_commit(self) -> bool:
-        """Whether the revision can't come to mean something else."""
+        """Whether the revision is immutable."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
 def parse(text: str) -> HubName | None:
     """Return the repository that a text names: ``OWNER/NAME[@REVISION]``, ``hf://OWNER/NAME`` or ``hf://datasets/...``.
 
-    None for any other text, and where a local path is meant: the first part is a directory.
+    None for any other text, and for a local path, whose first part is a directory.
     """
     match = _NAME.fullmatch(text)
     if match is None or ".." in text:
@@ -90,12 +88,14 @@ def parse(text: str) -> HubName | None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Tell whether a text names a repository of the hub, and no path of which the directory is there."""
+    """Return whether a text names a hub repository, rather than a path whose directory exists."""
     return parse(text) is not None and not Path(text).expanduser().parent.is_dir()
 
 
 def parse_dataset(text: str) -> HubName | None:
-    """As ``parse``, of ``hf://datasets/OWNER/NAME[@REVISION]`` alone: data/push is a path, be it there or not."""
+    """Return a repository like ``parse``, but only for ``hf://datasets/OWNER/NAME[@REVISION]``: data/push is always a
+    path.
+    """
     name = parse(text)
     return name if name is not None and name.kind == "dataset" else None
 
@@ -103,7 +103,7 @@ def parse_dataset(text: str) -> HubName | None:
 def cached(name: HubName, patterns: Sequence[str]) -> Path | None:
     """Return the directory of a repository in the hub's cache; None unless all of its files are there.
 
-    Offline, a cache that another tool has filled without a list of its files counts as complete.
+    Offline, a cache that another tool filled without a file list counts as complete.
     """
     from huggingface_hub import constants, get_cached_repo_tree, resolve_revision
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError, RevisionResolutionError
@@ -125,20 +125,20 @@ def cached(name: HubName, patterns: Sequence[str]) -> Path | None:
 
 
 def fetch(name: HubName, patterns: Sequence[str], to: Path | None = None, verify_all: bool = False) -> Path:
-    """Return the directory of a repository's files, after fetching those that are missing.
+    """Return the directory of a repository's files, after fetching the missing ones.
 
-    What is fetched is compared with the hub's checksums: SHA-256, or git's SHA-1 of small files. A file that differs
-    is removed. An interrupted download is resumed; what is complete is not fetched again.
+    Fetched files are compared with the hub's checksums: SHA-256, or git's SHA-1 for small files. A file that differs is
+    removed. An interrupted download is resumed; complete files are not fetched again.
 
     Args:
-        name: of the repository.
-        patterns: of the files; nothing else is fetched.
-        to: a directory to put them in; None for the hub's cache.
-        verify_all: compare files, too, that were in the cache before.
+        name: repository to fetch.
+        patterns: file patterns; nothing else is fetched.
+        to: target directory; None for the hub's cache.
+        verify_all: also compare files that were already in the cache.
 
     Raises:
-        HubError: no network, offline with HF_HUB_OFFLINE, no such repository or revision, no permission, a file that
-            is not as the hub states it, a name that leaves the directory, or not enough disk space.
+        HubError: no network, offline with HF_HUB_OFFLINE, no such repository or revision, no permission, a file with a
+            wrong checksum, a name that leaves the directory, or not enough disk space.
     """
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.hf_api import RepoFile
@@ -178,7 +178,7 @@ def fetch(name: HubName, patterns: Sequence[str], to: Path | None = None, verify
 
 
 def _ignored(name: HubName) -> tuple[str, ...]:
-    """Return patterns that are never fetched: pickles, code, and weights of a model besides its own."""
+    """Return patterns that are never fetched: pickles, code, and other weights than the model's."""
     return ("*.bin", "*.pkl", "*.pickle", "*.py", *(("*/*.safetensors",) if name.kind == "model" else ()))
 
 
@@ -200,7 +200,7 @@ def _snapshot(name: HubName) -> Path:
 
 
 def is_inside(path: Path, directory: Path) -> bool:
-    """Return whether a path leads into a directory, or, by links as the hub's cache has them, into its repository.
+    """Return whether a path leads into a directory, or through links of the hub's cache into its repository.
 
     The cache links every file of a snapshot to ``blobs/``; older versions of huggingface_hub linked local copies to it.
     """
@@ -212,17 +212,17 @@ def is_inside(path: Path, directory: Path) -> bool:
     roots = [here, Path(constants.HF_HUB_CACHE)]
     if here.parent.name == "snapshots":  # REPOSITORY/snapshots/REVISION
         roots.append(here.parents[1])
-    target = Path(os.path.realpath(path))  # unlike resolve(), it takes a loop of links
+    target = Path(os.path.realpath(path))  # unlike resolve(), it handles link loops
     return any(target.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def is_own_copy(directory: Path) -> bool:
-    """Return whether ``fetch`` may write into a directory: it is empty, or an earlier fetch has written there."""
+    """Return whether ``fetch`` may write into a directory: it is empty, or was written by an earlier fetch."""
     return directory.is_dir() and ((directory / _LOCAL_RECORDS).is_dir() or not any(directory.iterdir()))
 
 
 def _unverified(place: Path) -> Path:
-    """Return the file that lists what was fetched and not yet compared with its checksum."""
+    """Return the file that lists fetched files whose checksums are not verified yet."""
     if place.parent.name == "snapshots":
         return place.parents[1] / f"embodrl-unverified-{place.name}"
     return place / _LOCAL_RECORDS / "embodrl-unverified"
@@ -239,7 +239,9 @@ def _check(name: HubName, files: Sequence[RepoFile], num_bytes: int, place: Path
     large = [file for file in files if file.size > MAX_OTHER_BYTES and not file.path.endswith(WEIGHTS)]
     if large or len(files) > MAX_ENTRIES:
         what = f"{large[0].path} of {large[0].size:,} bytes" if large else f"more than {MAX_ENTRIES:,} files"
-        raise HubError(f"{name} has {what}", "fetch it with the hub's own tools if that is right", code="hub-content")
+        raise HubError(
+            f"{name} has {what}", "if this is correct, fetch it with the hub's own tools", code="hub-content"
+        )
     parent = next(path for path in (place, *place.parents) if path.is_dir())
     free = shutil.disk_usage(parent).free
     if num_bytes + DISK_RESERVE_BYTES > free:
@@ -254,11 +256,11 @@ def _verify(name: HubName, file: RepoFile, path: Path) -> None:
     stated, found = (file.blob_id, _git_sha1(path)) if file.lfs is None else (file.lfs.sha256, _sha256(path))
     if found == stated:
         return
-    for each in (Path(os.path.realpath(path)), path):  # the blob, and the link to it in the snapshot
+    for each in (Path(os.path.realpath(path)), path):  # the blob, and its link in the snapshot
         each.unlink(missing_ok=True)
     raise HubError(
-        f"{file.path} of {name} differs from the checksum that the hub states; it was removed",
-        "run the command again; if that does not help, the proxy, mirror or disk alters what it passes on",
+        f"{file.path} of {name} does not match the hub's checksum and was removed",
+        "run the command again; if that does not help, the proxy, mirror or disk corrupts data",
         code="hub-checksum",
     )
 
@@ -269,13 +271,13 @@ def _sha256(path: Path) -> str:
 
 
 def _git_sha1(path: Path) -> str:
-    """Return the id that git gives a blob: SHA-1 of a header with its size, and the content."""
+    """Return git's id of a blob: SHA-1 of a header with its size, and the content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _transport_error() -> type[Exception]:
-    """Return the base of what the hub's HTTP library raises: httpx or httpx2, by the version of huggingface_hub."""
+    """Return the base class of the hub's transport errors: httpx or httpx2, depending on huggingface_hub."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
@@ -283,18 +285,18 @@ def _transport_error() -> type[Exception]:
 
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
-    """Turn what huggingface_hub raises in the block into ``HubError``. Messages have no URL and no token."""
+    """Convert errors of huggingface_hub in the block to ``HubError``. Messages contain no URL and no token."""
     from huggingface_hub import constants, errors, get_token
 
-    denied = "accept its licence on the hub if it asks for that, and log in with `hf auth login`, or set HF_TOKEN"
+    denied = "accept its licence on the hub if required, and log in with `hf auth login`, or set HF_TOKEN"
     try:
         yield
     except errors.RevisionNotFoundError as error:
-        raise HubError(f"{name}: there is no such revision", "check the part after @", code="hub-missing") from error
+        raise HubError(f"{name}: no such revision", "check the part after @", code="hub-missing") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status == 401 and get_token():
-            problem = f"{name}: the hub refuses the token that is set (status 401)"
+            problem = f"{name}: the hub refuses the configured token (status 401)"
             hint = f"check HF_TOKEN, or `hf auth whoami`; if the token is right, check the name; {denied}"
             raise HubError(problem, hint, code="hub-token") from error
         if isinstance(error, errors.GatedRepoError) or status in (401, 403):
@@ -302,12 +304,12 @@ def explained(name: HubName) -> Iterator[None]:
             raise HubError(problem, f"check the name; {denied}", code="hub-access") from error
         if status == 404:
             raise HubError(f"{name} is not on the hub", "check the name", code="hub-missing") from error
-        raise HubError(f"{name}: the hub answers with status {status}", _LATER, code="hub-unreachable") from error
+        raise HubError(f"{name}: the hub returned status {status}", _LATER, code="hub-unreachable") from error
     except (errors.HFValidationError, errors.EntryNotFoundError) as error:
         raise HubError(f"{name}: {type(error).__name__}", "check the name", code="hub-missing") from error
     except (errors.RevisionResolutionError, errors.OfflineModeIsEnabled, _transport_error()) as error:
         if constants.HF_HUB_OFFLINE:
-            problem = f"{name} is not, or not as a whole, in the hub's cache, and HF_HUB_OFFLINE is set"
+            problem = f"{name} is missing or incomplete in the hub's cache, and HF_HUB_OFFLINE is set"
             hint = _OFFLINE
             raise HubError(problem, hint, code="hub-offline") from error
         cause = type(error.__cause__ or error).__name__

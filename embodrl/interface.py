@@ -1,7 +1,7 @@
-"""What actions and observations mean, on the side of an environment and on that of a policy. Imports nothing heavy.
+"""Meaning of actions and observations, for environments and policies. Imports nothing heavy.
 
-Both may leave things out: what one of them does not state is not compared. Environments state theirs in their spec,
-families in theirs for checkpoints whose dataset they know, and policies that embodrl writes in ``embodrl.json``.
+Either side may leave conventions unstated, which are then not compared. Environments state theirs in their spec,
+families in theirs for checkpoints of known datasets, and policies written by embodrl in ``embodrl.json``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ CONVERTED = {
     ("libero", OPENS_POSITIVE): CLOSES_POSITIVE,
     ("bridge", ZERO_CLOSES): OPENS_POSITIVE,
 }
-"""``model.gripper`` and the policy's own convention -> what arrives in the environment; the same for all others."""
+"""``model.gripper`` and the policy's own convention -> convention that reaches the environment; unchanged for all
+others.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,12 @@ class Interface:
 
     Attributes:
         action: ``delta_pose`` (change of the end effector's pose), ``delta_position``, or another word.
-        rotation: of an action: ``axis_angle``, ``euler_xyz``, ``rotation_6d``, ``quaternion_xyzw`` or ``none``.
-        frame: that an action's pose is in: ``base`` (the robot's) or ``end_effector``.
+        rotation: rotation of an action: ``axis_angle``, ``euler_xyz``, ``rotation_6d``, ``quaternion_xyzw`` or
+            ``none``.
+        frame: frame of an action's pose: ``base`` (the robot's) or ``end_effector``.
         gripper: last number of an action, e.g. ``CLOSES_POSITIVE``.
         state: parts of the state in order.
-        cameras: in order.
+        cameras: cameras in order.
         pictures: ``upright``, or ``rotated_180``.
         control_hz: actions per second.
     """
@@ -48,7 +51,7 @@ class Interface:
 
     @staticmethod
     def of(content: Mapping[str, object]) -> Interface:
-        """Return what a JSON file states; what has another type counts as not stated."""
+        """Return the conventions in a JSON file; values of a wrong type count as not stated."""
         found: dict[str, object] = {}
         for name in (field.name for field in fields(Interface)):
             value = content.get(name)
@@ -61,7 +64,7 @@ class Interface:
         return Interface(**found)  # pyright: ignore[reportArgumentType]
 
     def differences(self, other: Interface) -> list[tuple[str, object, object]]:
-        """Return (name, this one's, the other's) of all that both state and that differs."""
+        """Return (name, own value, other value) of all conventions that both state and that differ."""
         pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
         return [(name, mine, theirs) for name, mine, theirs in pairs if None not in (mine, theirs) and mine != theirs]
 

@@ -1,4 +1,4 @@
-"""Names to what they mean: the nearest known one, and objects of modules, the user's own among them."""
+"""Name lookup: the nearest known name, and objects in modules, including the user's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from embodrl.user_code import guard_user_code
 
 
 def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
-    """Return the known name closest to ``name``, or "" if none is at least as similar as ``cutoff`` (1: the same).
+    """Return the known name closest to ``name``, or "" if none has at least similarity ``cutoff`` (1: equal).
 
-    Case and the difference of ``-`` and ``_`` do not count where only they differ.
+    Differences in case or between ``-`` and ``_`` are ignored.
     """
     for one in known:
         if one.lower().replace("-", "_") == name.lower().replace("-", "_"):
@@ -27,14 +27,14 @@ def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
 
 
 MISSPELT = 0.8
-"""Likeness above which a name is taken for a misspelling, and not for another thing."""
+"""Similarity above which a name counts as a misspelling rather than another name."""
 
 
 def is_misspelt(name: str, known: str) -> bool:
-    """Tell whether a name is a known one misspelt, so that a hint may say to write that; "" is never meant.
+    """Return whether a name is a misspelling of a known one, so that a hint may suggest it; never for "".
 
-    Letters in another order are a misspelling, too. Words with digits have to be the same: libero_90 is not libero_10,
-    nor 8xA100 8xH100.
+    Swapped letters are a misspelling, too. Words with digits have to be equal: libero_90 is not libero_10, nor 8xA100
+    8xH100.
     """
     given, meant = (text.lower().replace("-", "_") for text in (name, known))
     numbered = re.compile(r"[a-z]*[0-9][a-z0-9]*")
@@ -43,17 +43,17 @@ def is_misspelt(name: str, known: str) -> bool:
 
 
 def meant(name: str, known: list[str]) -> str:
-    """Return the known name of which ``name`` is a misspelling, or "" if it is none."""
+    """Return the known name that ``name`` misspells, or ""."""
     near = nearest(name, known)
     return near if is_misspelt(name, near) else ""
 
 
 def import_object(path: str) -> Any:
-    """Return the object that ``module:attribute`` names.
+    """Return the object at ``module:attribute``.
 
     Raises:
-        EmbodrlError: the path is not of that form, or there is no such attribute.
-        Exception: whatever importing the module raised.
+        EmbodrlError: the path does not have that form, or the attribute does not exist.
+        Exception: any exception from importing the module.
     """
     module_name, separator, attribute = path.partition(":")
     if not separator or not module_name or not attribute:
@@ -74,7 +74,7 @@ def import_object(path: str) -> Any:
 
 
 def nearest_module(missing: str) -> str:
-    """Return the module whose name is closest to one that does not exist, or ""; its parents must be there."""
+    """Return the existing module closest to a missing one, or ""; its parents must exist."""
     parent, _, leaf = missing.rpartition(".")
     search = list(getattr(importlib.import_module(parent), "__path__", [])) if parent else None
     near = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)], cutoff=0.85)
@@ -82,10 +82,10 @@ def nearest_module(missing: str) -> str:
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    """Return the function of the user's that ``module:function`` names.
+    """Return the user's function at ``module:function``.
 
     Raises:
-        EmbodrlError: there is none, or its module can't be imported; says why.
+        EmbodrlError: the function does not exist, or its module can't be imported; gives the reason.
     """
     try:
         with guard_user_code(f"importing '{path}'"):
@@ -96,7 +96,7 @@ def import_function(path: str) -> Callable[..., Any]:
         hint = "fix the module, or put its directory on PYTHONPATH"
         if isinstance(error, ModuleNotFoundError) and error.name and _is_part(error.name, path.partition(":")[0]):
             near = nearest_module(error.name)
-            hint = f"did you mean '{near}'? Or put the directory of the module on PYTHONPATH" if near else hint
+            hint = f"did you mean '{near}'? Or put the module's directory on PYTHONPATH" if near else hint
         raise EmbodrlError(
             f"importing '{path}' failed: {type(error).__name__}: {error}", hint, code="function-import"
         ) from error
@@ -108,10 +108,10 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def import_workflow(path: str) -> Any:
-    """Return an instance of the workflow that ``module:Class`` names.
+    """Return an instance of the workflow class at ``module:Class``.
 
     Raises:
-        EmbodrlError: there is none, or it is none; says why.
+        EmbodrlError: the class does not exist, or is not a workflow; gives the reason.
     """
     found = import_function(path)
     if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run_episode", None)):
@@ -142,7 +142,7 @@ def _is_part(name: str, module: str) -> bool:
 
 
 def parameters_of(function: Callable[..., object]) -> tuple[set[str], set[str], bool]:
-    """Return the keyword parameters of a function, those of them without default, and whether it takes any others."""
+    """Return the keyword parameters of a function, those without default, and whether it accepts any others."""
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     needed = {p.name for p in named if p.default is p.empty}
@@ -150,6 +150,6 @@ def parameters_of(function: Callable[..., object]) -> tuple[set[str], set[str], 
 
 
 def call_named(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function with those of the arguments that its parameters name."""
+    """Call a function with the arguments that its parameters name."""
     names, _, takes_all = parameters_of(function)
     return function(**{name: value for name, value in arguments.items() if takes_all or name in names})

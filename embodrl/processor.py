@@ -1,4 +1,4 @@
-"""What this machine's processor computes with: read from Linux, and from the limits that torch and oneDNN heed."""
+"""Compute capabilities of this machine's processor, from Linux and the limits that torch and oneDNN respect."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 _WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
-"""Values of ONEDNN_MAX_CPU_ISA that leave oneDNN without bf16."""
+"""Values of ONEDNN_MAX_CPU_ISA that exclude bf16 from oneDNN."""
 
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor as programs may use it.
+    """A processor as usable by programs.
 
     Attributes:
-        name: of the model, as Linux reports it.
-        instructions: widest vectors, e.g. ``AVX2`` or ``AVX-512 with bf16``.
-        has_bf16: multiplies bf16 in hardware (AVX512-BF16, AMX, or Arm's bf16).
+        name: model name reported by Linux.
+        instructions: widest vector instructions, e.g. ``AVX2`` or ``AVX-512 with bf16``.
+        has_bf16: whether it multiplies bf16 in hardware (AVX512-BF16, AMX, or Arm's bf16).
     """
 
     name: str
@@ -34,19 +34,14 @@ class Processor:
 
 @lru_cache(maxsize=1)
 def processor() -> Processor:
-    """Return the processor of this machine, limited as the environment limits torch and oneDNN."""
+    """Return the processor of this machine, with the environment's limits for torch and oneDNN."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.is_file() else ""
     return parse(text, os.environ)
 
 
 def parse(cpuinfo: str, limits: Mapping[str, str]) -> Processor:
-    """Return the first processor of ``/proc/cpuinfo``.
-
-    Args:
-        cpuinfo: content of the file; "" where there is none.
-        limits: environment variables; ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA count.
-    """
+    """Return the first processor in ``/proc/cpuinfo``, limited by ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA."""
     pairs = [(key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())]
     first = dict(reversed(pairs))
     name = first.get("model name") or platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""Names to what is known about them, resolved lazily: asking whether a name exists imports nothing."""
+"""Registries of lazily resolved names: asking whether a name exists imports nothing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from embodrl.names import import_object, meant, nearest
 from embodrl.user_code import ends_process
 
 if TYPE_CHECKING:
-    from typing import Self  # simulators may live in a Python 3.10, which lacks it
+    from typing import Self  # simulators may run in Python 3.10, which lacks it
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What is known about a name.
+    """A registered name with its target.
 
     Attributes:
-        name: as in the configuration.
+        name: name in the configuration.
         target: ``module:attribute``, imported on first use, or the object itself.
         description: one line for ``embodrl list``.
     """
@@ -39,7 +39,7 @@ class Entry:
         """Return a spec from facts given by name.
 
         Raises:
-            EmbodrlError: a fact is unknown, with the nearest known name, or its value is invalid.
+            EmbodrlError: a fact is unknown (the nearest known one is named), or its value is invalid.
         """
         known = [each.name for each in fields(cls) if each.name not in ("name", "target", "description")]
         for fact in facts:
@@ -57,15 +57,15 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Generic[E]):
-    """Entries by name: built in, registered, or of an entry point of an installed package.
+    """Entries by name: built in, registered, or from an entry point of an installed package.
 
     Args:
-        kind: in words, for messages.
-        cls: of the entries.
-        group: of the entry points. Each names an entry (``module:SPEC``), or a module that registers its name; "" for
-            none.
-        table: the built-in entries: name -> ``module:SPEC``, imported when the name is first asked for; or where that
-            mapping is, as ``module:ATTRIBUTE``.
+        kind: kind of the entries in words, for messages.
+        cls: class of the entries.
+        group: entry-point group. Each entry point names an entry (``module:SPEC``), or a module that registers its
+            name; "" for none.
+        table: built-in entries: name -> ``module:SPEC``, imported when the name is first requested; or the location of
+            that mapping, as ``module:ATTRIBUTE``.
     """
 
     def __init__(self, kind: str, cls: type[E], group: str = "", table: Mapping[str, str] | str = "") -> None:
@@ -78,7 +78,7 @@ class Registry(Generic[E]):
 
     @cached_property
     def builtin(self) -> dict[str, str]:
-        """The built-in names, with where their entries are."""
+        """Built-in names, with the locations of their entries."""
         table: Mapping[str, str] = import_object(self._table) if isinstance(self._table, str) and self._table else {}
         return dict(self._table if isinstance(self._table, Mapping) else table)
 
@@ -91,13 +91,13 @@ class Registry(Generic[E]):
         known = self._entries.get(spec.name)
         if spec.name in self.builtin or (known is not None and known.target != spec.target):
             raise EmbodrlError(
-                f"{self.kind} '{spec.name}' is registered already", "choose another name", code="name-taken"
+                f"{self.kind} '{spec.name}' is already registered", "choose another name", code="name-taken"
             )
         self._entries[spec.name] = spec
         return spec
 
     def add(self, name: str, target: Any, description: str = "", **facts: Any) -> E:
-        """Make a spec from facts given by name, and add it.
+        """Create a spec from facts given by name, and add it.
 
         Raises:
             EmbodrlError: the name is taken, or a fact is unknown or invalid.
@@ -105,22 +105,22 @@ class Registry(Generic[E]):
         return self.register(self.cls.make(name, target, description, facts))
 
     def names(self) -> list[str]:
-        """Return all names: built in, those of entry points, then registered ones."""
+        """Return all names: built-in ones, then those of entry points, then registered ones."""
         return list(dict.fromkeys((*self.builtin, *self._discovered(), *self._entries)))
 
     def package(self, name: str) -> str | None:
-        """Return the package whose entry point a name is; None for other names."""
+        """Return the package whose entry point defines a name; None for other names."""
         point = self._discovered().get(name)
         if name in self.builtin or name in self._entries or point is None:
             return None
         return "an unknown package" if point.dist is None else str(point.dist.metadata["Name"])
 
     def entry(self, name: str) -> E:
-        """Return the spec of that name; its target is not imported.
+        """Return the spec of a name; its target is not imported.
 
         Raises:
             UnknownNameError: no such name; lists the known ones.
-            EmbodrlError: the entry point of that name can't be imported, or gives no spec.
+            EmbodrlError: the name's entry point can't be imported, or gives no spec.
         """
         if name in self.builtin and name not in self._entries:
             self._entries[name] = import_object(self.builtin[name])
@@ -136,7 +136,7 @@ class Registry(Generic[E]):
         return self._entries[name]
 
     def get(self, name: str) -> Any:
-        """Return the target of that name, importing it if need be.
+        """Return the target of a name, importing it if necessary.
 
         Raises:
             EmbodrlError: there is no such name, or its module can't be imported.
@@ -152,12 +152,12 @@ class Registry(Generic[E]):
                 raise  # a module that the target's own module imports
             raise EmbodrlError(
                 f"{self.kind} '{name}' is registered as '{target}', and there is no module '{error.name}'",
-                "correct the name, or put the directory of the module on PYTHONPATH",
+                "correct the name, or put the module's directory on PYTHONPATH",
                 code="spec-target-missing",
             ) from error
 
     def all(self) -> list[E]:
-        """Return every spec; one of an entry point that can't be imported is left out."""
+        """Return all specs except those of entry points that can't be imported."""
         found: list[E] = []
         for name in self.names():
             try:
@@ -175,7 +175,7 @@ class Registry(Generic[E]):
     def _discovered(self) -> dict[str, EntryPoint]:
         if self._points is None:  # reading the metadata of all installed packages takes some milliseconds
             points = installed_points(self.group) if self.group else ()
-            # An older installation of embodrl from its sources may still list entry points to its own modules.
+            # An older source installation of embodrl may still list entry points to its own modules.
             others = [point for point in points if not point.value.startswith(("embodrl.", "embodrl:"))]
             self._points = {}
             for point in sorted(others, key=lambda point: point.name):
@@ -185,7 +185,7 @@ class Registry(Generic[E]):
     def _load(self, point: EntryPoint) -> E:
         try:
             found = point.load()
-        except BaseException as error:  # a package of somebody else may raise anything when it is imported, or exit
+        except BaseException as error:  # third-party packages may raise anything on import, or exit
             if ends_process(error):
                 raise
             raise EmbodrlError(
@@ -205,11 +205,11 @@ class Registry(Generic[E]):
 
 
 def installed_points(group: str) -> list[EntryPoint]:
-    """Return the entry points of a group; those of a package whose list is damaged are left out, with a warning."""
+    """Return the entry points of a group, warning about and skipping packages with damaged metadata."""
     try:
         return list(entry_points(group=group))
-    except Exception:  # noqa: BLE001  the library reads the lists of all packages at once: one is damaged
-        # These read them as well, and could not be imported.
+    except Exception:  # noqa: BLE001  the library reads all packages' metadata at once, and one is damaged
+        # Importing these reads the metadata as well, and would fail.
         os.environ |= {"PYDANTIC_DISABLE_PLUGINS": "__all__", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     found: dict[str, list[EntryPoint]] = {}
     for package in distributions():
@@ -218,7 +218,7 @@ def installed_points(group: str) -> list[EntryPoint]:
             continue  # the first one on the path counts
         try:
             found[name] = list(package.entry_points.select(group=group))
-        except Exception as error:  # noqa: BLE001  it raises what its parser happens to
+        except Exception as error:  # noqa: BLE001  it raises whatever its parser raises
             found[name] = []
             _warn_of_package(name, str(error))
     return [point for points in found.values() for point in points]
@@ -226,4 +226,4 @@ def installed_points(group: str) -> list[EntryPoint]:
 
 @cache
 def _warn_of_package(name: str, problem: str) -> None:
-    logger.warning("the entry points of the package %s can't be read: %s; install it again", name, problem)
+    logger.warning("the entry points of package %s can't be read: %s; reinstall it", name, problem)

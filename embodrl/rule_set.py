@@ -1,4 +1,4 @@
-"""What a rule of the configuration is; ``embodrl.config.rules.base`` says what it looks at."""
+"""Configuration rules; their input is defined in ``embodrl.config.rules.base``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule objects to.
+    """A rule's objection.
 
     Attributes:
-        key: the key to be changed first.
+        key: key to change first.
         message: what is wrong, with the arithmetic.
         hint: what to change.
-        allowed: values that would do, in words.
-        nearest: the nearest valid name.
-        others: further keys that are part of it; the report names their origins, too.
-        at: the key whose origin is meant, if it is not ``key`` itself.
-        code: stable identifier; by default the name of the rule.
+        allowed: acceptable values, in words.
+        nearest: nearest valid name.
+        others: further keys involved; the report names their origins, too.
+        at: key whose origin is reported, if not ``key``.
+        code: stable identifier; defaults to the name of the rule.
     """
 
     key: str
@@ -41,10 +41,10 @@ class Rule:
     """A check and the keys that it reads; it is skipped while one of them is invalid.
 
     Attributes:
-        check: yields what is wrong.
-        keys: what it reads.
-        machine_specific: depends on this machine or the programs on it. A plan, which starts nothing, lists what it
-            finds as an obstacle instead of refusing it.
+        check: yields findings.
+        keys: keys that it reads.
+        machine_specific: whether it depends on this machine or its software. A plan, which starts nothing, lists the
+            findings as obstacles instead of errors.
     """
 
     check: Check
@@ -53,13 +53,13 @@ class Rule:
 
     @property
     def code(self) -> str:
-        """Stable identifier of what the rule finds: its name in kebab case."""
+        """Stable identifier of the findings: the check's name in kebab case."""
         return self.check.__name__.replace("_", "-")
 
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Checks that belong together: the core's, or those of one simulator or model family."""
+    """Checks that belong together: the core's, or a simulator's or model family's."""
 
     rules: list[Rule] = field(default_factory=list[Rule])
     notes: list[Rule] = field(default_factory=list[Rule])

@@ -1,8 +1,9 @@
-"""What embodrl knows about simulators, model families, algorithms and pipelines: one spec each, without torch.
+"""Specs of simulators, model families, algorithms and pipelines, without torch.
 
-Built-in specs stand with what they describe, e.g. ``embodrl/envs/<simulator>/spec.py``, and are listed in one table per
-kind, e.g. ``embodrl/envs/registry.py``. Others come from a module named in ``extensions``, or from an installed package
-with an entry point in the group of the kind, e.g. ``embodrl.envs``. Each is imported when its name is first asked for.
+Built-in specs are defined next to their implementation, e.g. ``embodrl/envs/<simulator>/spec.py``, and listed in one
+table per kind, e.g. ``embodrl/envs/registry.py``. Others come from a module in ``extensions``, or from an installed
+package with an entry point in the kind's group, e.g. ``embodrl.envs``. Each is imported when its name is first
+requested.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from embodrl.names import import_function, import_object, nearest, parameters_of
 from embodrl.registry import Entry, Registry
 
 if TYPE_CHECKING:
-    from typing import Self  # simulators may live in a Python 3.10, which lacks it
+    from typing import Self  # simulators may run in Python 3.10, which lacks it
 
     from embodrl.config.schema.section import Section
     from embodrl.interface import Interface
@@ -31,27 +32,27 @@ READABLE = (
     *("cameras", "image_size", "include_images", "state", "reward_mode", "success_bonus", "render_detail"),
     *("action_dim", "video"),
 )
-"""Common settings that only some VectorEnv classes take as constructor arguments."""
+"""Common settings that only some VectorEnv classes accept as constructor arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(Entry):
-    """What the specs of simulators and model families have in common.
+    """Common base of simulator and model family specs.
 
     Attributes:
-        actions: what an action means, for ``embodrl list``.
-        rules: checks of the configuration that run when this spec is chosen.
+        actions: meaning of an action, for ``embodrl list``.
+        rules: configuration rules that run when this spec is chosen.
     """
 
     actions: str = ""
     rules: tuple[RuleSet, ...] = ()
 
     COUNTS: ClassVar[tuple[str, ...]] = ()
-    """Facts that are integers above 0, or None."""
+    """Attributes that are integers above 0, or None."""
     FLAGS: ClassVar[tuple[str, ...]] = ()
-    """Facts that are true or false."""
+    """Attributes that are booleans."""
     NAMES: ClassVar[tuple[str, ...]] = ()
-    """Facts that are tuples of text, or None."""
+    """Attributes that are tuples of text, or None."""
 
     def __post_init__(self) -> None:
         for name in (*self.COUNTS, *self.FLAGS, *self.NAMES):
@@ -66,7 +67,7 @@ class Spec(Entry):
                 )
 
     def _expected(self, name: str, value: object) -> str:
-        """Return what a fact should be, or "" if it is that."""
+        """Return what an attribute should be, or "" if it is valid."""
         if name in self.FLAGS:
             return "" if isinstance(value, bool) else "True or False"
         if name in self.COUNTS:
@@ -81,7 +82,7 @@ EXAMPLE_CAMERA: dict[str, object] = {
     **{"name": "camera", "height": 64, "width": 64},
     **{"fov_rad": None, "eye": None, "target": None},
 }
-"""For the ``example`` of a ``SimulatorSpec``."""
+"""Camera for the ``example`` of a ``SimulatorSpec``."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,12 @@ class TaskSuite:
 
 @dataclass(frozen=True)
 class Axis:
-    """A way in which `embodrl eval axes=...` perturbs the episodes of a simulator.
+    """A perturbation of a simulator's episodes in `embodrl eval axes=...`.
 
     Attributes:
         group: vision, semantics or execution.
-        description: what is changed, and how far.
-        tasks: those that have it; None: all.
+        description: what is changed, and how much.
+        tasks: tasks that support it; None: all.
     """
 
     group: str
@@ -117,44 +118,44 @@ class SimulatorSpec(Spec):
     """A simulator, or any other source of environments.
 
     Attributes:
-        settings: the class of the section ``env``, derived from ``EnvConfig``, or ``module:Class``; None adds nothing.
-            The settings that it adds are passed to ``target`` as keyword arguments.
-        reads: common settings, of ``READABLE``, that ``target`` takes as keyword arguments as well.
-        tasks: names, or name -> instruction, or where that mapping is as ``module:attribute``; empty: any name.
+        settings: class of section ``env``, derived from ``EnvConfig``, or ``module:Class``; None adds nothing. The
+            added settings are passed to ``target`` as keyword arguments.
+        reads: common settings from ``READABLE`` that ``target`` also accepts as keyword arguments.
+        tasks: names, or name -> instruction, or the location of that mapping as ``module:attribute``; empty: any name.
         suites: name -> tasks that belong together.
-        derive: from the given settings of the section ``env`` to others that follow from them where they are not
-            given, and the name of the setting that they follow from.
-        simulates: there is something to act in; False of mere data, on which only `embodrl sft` runs.
-        fill: from all given settings to the key that further ones follow from, and those (dotted key -> value); they
-            are set where the user has not.
+        derive: maps the given settings of section ``env`` to unset settings that follow from them, and the name of the
+            setting that they follow from.
+        simulates: whether policies can act in it; False for mere data, on which only `embodrl sft` runs.
+        fill: maps all given settings to the key that further ones follow from, and those (dotted key -> value), which
+            are set where the user has not set them.
         robots: names of its robots in datasets; None: not checked.
-        control_hz: actions per second; None: not known before it is started.
-        action_dim: numbers of an action; None if the configuration says it.
+        control_hz: actions per second; None: unknown before it is started.
+        action_dim: action dimension; None if set by the configuration.
         batched_by: setting and value with which one process simulates all environments.
         gpu_settings: settings with the value that needs a GPU.
-        reward_modes: values of ``env.reward_mode`` that it has; None: all but ``potential``.
+        reward_modes: supported values of ``env.reward_mode``; None: all but ``potential``.
         cameras: names of cameras with a pose; None: any name.
-        posed_cameras: cameras of other names can be placed with eye and target.
-        camera_poses: the pose and field of view of cameras can be set.
-        max_cameras: None for no limit.
-        needs: Python modules.
-        extra: of embodrl, which installs them.
-        isolated: ``embodrl env install NAME`` installs it into a Python environment of its own.
-        imports: modules whose import proves there that the packages fit each other.
+        posed_cameras: whether cameras with other names can be placed with eye and target.
+        camera_poses: whether the pose and field of view of cameras can be set.
+        max_cameras: maximum number of cameras; None for no limit.
+        needs: required Python modules.
+        extra: embodrl extra that installs them.
+        isolated: whether ``embodrl env install NAME`` installs it into its own Python environment.
+        imports: modules whose import there proves that the packages are compatible.
         draws_with: vulkan, mujoco, or "" if nothing is checked.
-        probe: ``probe(settings, python)``, from the section ``env`` (None: `embodrl doctor` without a configuration)
-            and the simulators' interpreter (None: this one) to pairs of what is missing and how to get it; or
-            ``module:function``. Called before anything is started, so it has to be quick.
-        warnings: ``module:function`` from the simulators' interpreter (None: this one) to triples of a name, what is
-            odd there although it runs, and a hint.
+        probe: ``probe(settings, python)``, from section ``env`` (None: `embodrl doctor` without a configuration) and
+            the simulators' interpreter (None: the current one) to pairs of a missing requirement and how to get it; or
+            ``module:function``. Must be quick, since it runs before anything is started.
+        warnings: ``module:function`` from the simulators' interpreter (None: the current one) to triples of a name, a
+            problem that does not prevent a run, and a hint.
         example: keyword arguments of ``target`` (without ``num_envs``) for the environment that `embodrl doctor` makes.
         process_bytes: memory of a simulator process without environments.
         env_bytes: memory of an environment.
         expert_tasks: tasks with a scripted expert; None: all tasks.
-        demonstrations: where demonstrations come from if there is no expert.
-        interface: from the section ``env`` to what actions and observations mean; None: not stated.
-        axes: name -> perturbation that ``VectorEnv.set_axis`` takes.
-        own_settings: hint for a setting that it has not, where what it simulates may have one of that name.
+        demonstrations: source of demonstrations if there is no expert.
+        interface: maps section ``env`` to the meaning of actions and observations; None: not stated.
+        axes: name -> perturbation accepted by ``VectorEnv.set_axis``.
+        own_settings: hint for an unknown setting that the simulated environment may have under its own name.
         camera_list, experts, verified: for ``embodrl list``.
     """
 
@@ -203,19 +204,19 @@ class SimulatorSpec(Spec):
         for name in self.reads:
             if name not in READABLE:
                 near = nearest(name, list(READABLE))
-                own = "declare a setting of your own in a class derived from EnvConfig, and register settings=ThatClass"
+                own = "declare your own setting in a class derived from EnvConfig, and register settings=ThatClass"
                 raise EmbodrlError(
-                    f"'{name}' is not a common setting that '{self.name}' could read; there are {', '.join(READABLE)}",
+                    f"'{name}' is not a common setting that '{self.name}' could read; available: {', '.join(READABLE)}",
                     f"did you mean '{near}'? Or {own}" if near else own,
                     code="spec-fact-invalid",
                 )
 
     def axes_of(self, tasks: Sequence[str]) -> dict[str, Axis]:
-        """Return the axes that all of these tasks have."""
+        """Return the axes that all of these tasks support."""
         return {name: axis for name, axis in self.axes.items() if axis.tasks is None or set(tasks) <= set(axis.tasks)}
 
     def instructions(self) -> dict[str, str]:
-        """Return the tasks with their instructions ("" if unknown); empty if any name will do."""
+        """Return the tasks with their instructions ("" if unknown); empty if any name is valid."""
         found: Any = import_object(self.tasks) if isinstance(self.tasks, str) else self.tasks
         if isinstance(found, Mapping):
             return {str(task): str(text) for task, text in found.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -227,33 +228,32 @@ class ModelSpec(Spec):
     """A model family. ``target`` is called as ``build(config, device=..., dtype=..., seed=...)``.
 
     Attributes:
-        settings: the class of the section ``model``, derived from ``ModelConfig``, or ``module:Class``; None adds
-            nothing.
+        settings: class of section ``model``, derived from ``ModelConfig``, or ``module:Class``; None adds nothing.
         kind: ``tokens`` (action bins), ``sequence`` (tokens of a whole chunk), ``flow`` (flow matching), ``gaussian``
             (no language) or "" (any other).
-        value_head: it has one, which actor-critic losses need.
-        value_inputs: values of ``model.value_head.input`` that it has; None: not checked.
-        trainable: values of ``model.trainable`` that it has; None: not checked.
-        uses_state: it reads the robot's state; the name of a setting where that decides; None: unknown.
-        uses_images: it reads the pictures; the name of a setting where that decides.
-        max_cameras: pictures that it takes; None for no limit.
-        num_bins: of an action token.
-        autoregressive: it decodes one action token after the other, as vLLM does.
-        keeps_vision_features: a chunk records the features of frozen vision in place of the pictures.
-        off_policy: it derives from ``OffPolicyActor``: its actions are re-parameterised, as sac and rlpd need.
-        recognizes: whether the content of a config.json is of this family; None: never.
-        public_layout: it derives from ``PublicLayout``: `embodrl model random` writes checkpoints of its layout.
+        value_head: whether it has a value head, which actor-critic losses need.
+        value_inputs: supported values of ``model.value_head.input``; None: not checked.
+        trainable: supported values of ``model.trainable``; None: not checked.
+        uses_state: whether it reads the robot's state; the name of a setting that decides this; None: unknown.
+        uses_images: whether it reads images; the name of a setting that decides this.
+        max_cameras: maximum number of images; None for no limit.
+        num_bins: bins per action token.
+        autoregressive: whether it decodes action tokens one after the other, like vLLM.
+        keeps_vision_features: whether a chunk records frozen vision features in place of images.
+        off_policy: whether it derives from ``OffPolicyActor``, with reparameterised actions as sac and rlpd need.
+        recognizes: whether the content of a config.json belongs to this family; None: never.
+        public_layout: whether it derives from ``PublicLayout``: `embodrl model random` writes checkpoints in its
+            layout.
         public_preset: preset of ``model`` with the dimensions of the published weights.
-        tensor_parallel: the training backend megatron has its layers.
-        builtin_warm_start: embodrl ships weights of the tiny size.
+        tensor_parallel: whether the training backend megatron has its layers.
+        builtin_warm_start: whether embodrl ships weights of the tiny size.
         parity: ``module:function`` that compares it with recordings of the reference implementation, for `embodrl
             parity`, which knows the built-in families itself. It takes the fixture's directory and, with ``--device
             cuda``, ``device``.
-        num_parameters: from the section ``model`` to about how many parameters a model without a checkpoint has.
-        missing_config: hint for a directory with weights and no config.json, if public tools write such ones.
-        interface: from a configuration with a checkpoint not written by embodrl to what is known of its conventions;
-            None: nothing.
-        only_acts: where its network is, if that is not here: it has no gradients, and can only be evaluated.
+        num_parameters: maps section ``model`` to the approximate parameter count of a model without a checkpoint.
+        missing_config: hint for a directory with weights but no config.json, if public tools write such directories.
+        interface: maps a configuration with a checkpoint not written by embodrl to its known conventions; None: none.
+        only_acts: location of its network, if that is remote: it has no gradients, and can only be evaluated.
         sizes, checkpoint, rl: for ``embodrl list``.
     """
 
@@ -293,23 +293,24 @@ class ModelSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSpec(Entry):
-    """An advantage estimator or a loss; what validation needs to know about it.
+    """An advantage estimator or a loss, with the facts that validation needs.
 
     Attributes:
-        needs_values: it works with the values of a critic.
-        needs_groups: it compares episodes of a group.
-        off_policy: it learns from a replay buffer, by critics of its own; of an estimator: there are no advantages.
-        offline: it learns from a dataset, without rollouts.
-        imitates: what it learns from the buffer are an expert's labels, without critics.
-        ignores: settings of the section ``algorithm`` that it does not read.
-        parameters: what a custom function names in its signature, and so gets; None for what reads all there is.
-        family_kind: kind of the model families that it works with; "" for all.
-        parts: ``module:function`` that makes the parts of a run with this loss, as ``embodrl.trainer.parts.build``
-            does; None for what learns from rollouts.
-        rules: checks of the configuration that run when it is chosen.
-        settings: the class of the section ``algorithm.NAME``, derived from ``Section``, or ``module:Class``, whose
-            fields are arguments; None: there is none.
-        section: name of that section, where several functions share it; "" for the function's own.
+        needs_values: whether it uses a critic's values.
+        needs_groups: whether it compares the episodes of a group.
+        off_policy: whether it learns from a replay buffer with its own critics; for an estimator: there are no
+            advantages.
+        offline: whether it learns from a dataset, without rollouts.
+        imitates: whether it learns from an expert's labels in the buffer, without critics.
+        ignores: settings of section ``algorithm`` that it does not read.
+        parameters: parameters in a custom function's signature, which it is passed; None if it takes all there are.
+        family_kind: kind of the supported model families; "" for all.
+        parts: ``module:function`` that builds the components of a run with this loss, like
+            ``embodrl.trainer.parts.build``; None for losses that learn from rollouts.
+        rules: configuration rules that run when it is chosen.
+        settings: class of section ``algorithm.NAME``, derived from ``Section``, or ``module:Class``, whose fields are
+            arguments; None: there is none.
+        section: name of that section if several functions share it; "" for the function's own.
     """
 
     needs_values: bool = False
@@ -327,18 +328,18 @@ class FunctionSpec(Entry):
 
     @property
     def learns_from_records(self) -> bool:
-        """It needs no advantages of a rollout."""
+        """Whether it learns without a rollout's advantages."""
         return self.off_policy or self.offline
 
 
 @dataclass(frozen=True)
 class FunctionArguments:
-    """What functions of one kind are called with, by name.
+    """Arguments of the functions of one kind, by name.
 
     Attributes:
-        names: of all arguments.
-        values: those that only a critic provides.
-        groups: those that only groups of episodes provide.
+        names: all arguments.
+        values: arguments that need a critic.
+        groups: arguments that need groups of episodes.
     """
 
     names: tuple[str, ...]
@@ -353,17 +354,17 @@ class PipelineSpec(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolSpec(Entry):
-    """How published success rates were measured: settings that ``protocol=NAME`` gives in place of the presets'.
+    """A published evaluation protocol: settings that ``protocol=NAME`` uses in place of the presets'.
 
     Attributes:
-        env_type: the environment that it is about.
-        source: where it is written down.
-        settings: dotted key -> value, whatever the model.
+        env_type: environment of the protocol.
+        source: publication of the protocol.
+        settings: dotted key -> value, for all models.
         models: model family -> further settings.
         step_limits: model family, or "" for the others -> suite -> ``env.max_episode_steps``.
-        episodes_per_task: of an evaluation.
+        episodes_per_task: episodes per task and evaluation.
         camera_px: height and width of all cameras, in pixels.
-        differs: what it does that embodrl does not repeat; "" for nothing that is known.
+        differs: known deviations of embodrl from the protocol; "" for none.
     """
 
     target: Callable[..., object] | str = ""
@@ -383,21 +384,21 @@ class EngineSpec(Entry):
 
     Attributes:
         training: ``module:function`` from the policy, the configuration and the device mesh of the training processes
-            to a ``PolicyTrainEngine``, called in each of them (``native`` trains in the driver as well, and without a
+            to a ``PolicyTrainEngine``, called in each of them (``native`` also trains in the driver, and without a
             mesh); None if it does not train.
         rollout: ``module:function`` from ``RolloutParts`` to a ``RolloutEngine``; None if it does not act.
-        training_settings: the class of the section ``actor.NAME``, derived from ``Section``, or ``module:Class``.
-        rollout_settings: the class of the section ``rollout.NAME``; likewise.
-        rules: checks of the configuration that run when it is chosen.
-        shards: its training processes hold parts of the weights, with which no rollout can act.
-        trains_adapters: it trains ``model.trainable: lora``.
-        every_update: it runs every update; False: updates by rollouts alone, and not `embodrl sft`.
-        keeps_masters: it heeds ``actor.optim.master_weights``.
-        frees_gradients: ``actor.enable_offload`` drops gradients, and does not move them.
+        training_settings: class of section ``actor.NAME``, derived from ``Section``, or ``module:Class``.
+        rollout_settings: class of section ``rollout.NAME``; likewise.
+        rules: configuration rules that run when it is chosen.
+        shards: whether its training processes hold weight shards, with which no rollout can act.
+        trains_adapters: whether it trains ``model.trainable: lora``.
+        every_update: whether it runs every update; False: only updates from rollouts, and not `embodrl sft`.
+        keeps_masters: whether it respects ``actor.optim.master_weights``.
+        frees_gradients: whether ``actor.enable_offload`` drops gradients instead of moving them.
         training_memory: ``module:function`` from configuration, deployment, ``ModelFigures`` and the bytes of the
-            reference to the bytes of one training process by component; "" for shares as of fsdp.
-        own_weights: what acts has a copy of the weights, even in the process that trains.
-        decodes_all: as it acts, every way of decoding that the model family has is there.
+            reference to the bytes of one training process by component; "" for shares like fsdp's.
+        own_weights: whether inference uses a copy of the weights, even in the training process.
+        decodes_all: whether its inference supports every decoding of the model family.
     """
 
     target: Callable[..., object] | str = ""
@@ -421,12 +422,12 @@ class ServeProtocolSpec(Entry):
     """A protocol of `embodrl serve`. ``target`` is a class derived from ``Listener``.
 
     Attributes:
-        settings: the class of the section ``serve.NAME``, derived from ``WireKeysConfig``, or ``module:Class``.
-        rules: checks of the configuration that run when it is served.
-        has_tls: its clients can speak TLS.
-        client: class derived from ``Client`` with which model=remote asks such a server, or ``module:Class``; None:
+        settings: class of section ``serve.NAME``, derived from ``WireKeysConfig``, or ``module:Class``.
+        rules: configuration rules that run when it is served.
+        has_tls: whether its clients support TLS.
+        client: class derived from ``Client`` with which model=remote queries such a server, or ``module:Class``; None:
             there is none.
-        schemes: of the URLs that it is for, e.g. ``ws``.
+        schemes: URL schemes, e.g. ``ws``.
     """
 
     settings: type[Section] | str | None = None
@@ -438,7 +439,7 @@ class ServeProtocolSpec(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowRunnerSpec(Entry):
-    """What plays the episodes of workflows. ``target`` is a class whose arguments are those of ``LockstepRunner``.
+    """Runner of workflow episodes. ``target`` is a class with the arguments of ``LockstepRunner``.
 
     Attributes:
         collector: class derived from ``SyncCollector``, for synchronous runs, as ``module:Class``.
@@ -456,8 +457,8 @@ class SmallActorSpec(Entry):
 
     Attributes:
         update: class derived from ``OffPolicyUpdate`` that trains it, as ``module:Class``; None: ``OffPolicyUpdate``.
-        settings: the class of the section ``model.NAME``, derived from ``Section``, or ``module:Class``.
-        rules: checks of the configuration that run when it is chosen.
+        settings: class of section ``model.NAME``, derived from ``Section``, or ``module:Class``.
+        rules: configuration rules that run when it is chosen.
     """
 
     update: str | None = None
@@ -467,14 +468,14 @@ class SmallActorSpec(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSpec(Entry):
-    """What starts actor and rollout processes. ``target`` is a class derived from ``Launcher``.
+    """Launcher of actor and rollout processes. ``target`` is a class derived from ``Launcher``.
 
     Attributes:
-        settings: the class of the section ``cluster.NAME``, derived from ``Section``, or ``module:Class``.
-        rules: checks of the configuration that run when it is chosen.
-        starts_everything: even what could be done in the main process runs in one that it starts.
-        many_machines: it starts processes on other machines, too.
-        for_runs: ``cluster.launcher`` may name it; False: only worker groups in a program of one's own.
+        settings: class of section ``cluster.NAME``, derived from ``Section``, or ``module:Class``.
+        rules: configuration rules that run when it is chosen.
+        starts_everything: whether it also starts processes for work that the main process could do.
+        many_machines: whether it starts processes on other machines, too.
+        for_runs: whether ``cluster.launcher`` may name it; False: only for worker groups in a user's own program.
     """
 
     settings: type[Section] | str | None = None
@@ -486,18 +487,18 @@ class LauncherSpec(Entry):
 
 @dataclass(frozen=True, kw_only=True)
 class VerbSpec(Entry):
-    """A verb of the command line. ``target`` is a function whose parameters are typer's, or a ``typer.Typer`` of verbs.
+    """A verb of the command line. ``target`` is a function with typer parameters, or a ``typer.Typer`` of verbs.
 
     ``description`` is the first line of its help, which `embodrl --help` shows without importing the target.
 
     Attributes:
         sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, or
             ``module:Class``.
-        rules: checks that run for this verb, and where a configuration with a section of it is checked for none; or
-            ``module:RULES``, imported when they run.
-        resumes: name of a file -> ``module:function``, with which `embodrl resume` continues a directory that has the
+        rules: rules that run for this verb, and for configurations with one of its sections that are checked without a
+            verb; or ``module:RULES``, imported when they run.
+        resumes: file name -> ``module:function``, with which `embodrl resume` continues a directory that contains the
             file: ``function(directory, settings, trust)`` returns the exit code.
-        reads_as: verb whose settings it reads as well, e.g. ``train``; "" for those alone that all verbs read.
+        reads_as: verb whose settings it reads as well, e.g. ``train``; "" for only the settings that all verbs read.
     """
 
     sections: Mapping[str, type[Section] | str] = field(default_factory=dict[str, "type[Section] | str"])
@@ -513,20 +514,20 @@ class EnvServerSpec(Entry):
     ``target`` is a function of an address that raises ``EnvError`` if no server answers there.
 
     Attributes:
-        relay: module that runs here in place of a simulator, as ``embodrl.envs.pool.worker_main`` does; its START
-            frame has the fields of a ``RemoteEnv`` as ``remote``.
+        relay: module that runs here in place of a simulator, like ``embodrl.envs.pool.worker_main``; its START frame
+            has the fields of a ``RemoteEnv`` as ``remote``.
     """
 
     relay: str
 
 
 class FunctionRegistry(Registry[FunctionSpec]):
-    """A registry whose names may also be ``module:function``: what validation needs follows from the signature.
+    """A registry that also accepts ``module:function`` as a name; the facts for validation follow from the signature.
 
     Args:
-        kind: of the functions.
-        table: the built-in ones, as that of ``Registry``.
-        arguments: where the ``FunctionArguments`` are, as ``module:attribute``.
+        kind: kind of the functions.
+        table: built-in functions, as for ``Registry``.
+        arguments: location of the ``FunctionArguments``, as ``module:attribute``.
         group: entry points that name further specs; "" for none.
     """
 
@@ -535,7 +536,7 @@ class FunctionRegistry(Registry[FunctionSpec]):
         self.arguments = arguments
 
     def entry(self, name: str) -> FunctionSpec:
-        """Return the spec of a registered name, or one made from the signature of the function named.
+        """Return the spec of a registered name, or one derived from the signature of the named function.
 
         Raises:
             EmbodrlError: there is no such name or function, or it has an unknown parameter without default.
@@ -551,14 +552,13 @@ class FunctionRegistry(Registry[FunctionSpec]):
         description: str = "",
         settings: type[Section] | None = None,
     ) -> None:
-        """Add a function under a name of its own, from a module that ``extensions`` names, or from a script.
+        """Register a function under a name, from a module in ``extensions`` or from a script.
 
         Args:
-            name: for the configuration, e.g. ``algorithm.adv_type``.
+            name: name in the configuration, e.g. for ``algorithm.adv_type``.
             function: called with the arguments that its parameters name.
-            description: one line for ``embodrl list``; by default the first line of its docstring.
-            settings: the class of the section ``algorithm.NAME``, derived from ``Section``: its fields are further
-                arguments.
+            description: one line for ``embodrl list``; defaults to the first line of its docstring.
+            settings: class of section ``algorithm.NAME``, derived from ``Section``; its fields are further arguments.
 
         Raises:
             EmbodrlError: the name is taken, or a parameter without default is unknown.
@@ -606,7 +606,7 @@ ENVS = Registry(
     "embodrl.envs.registry:SIMULATORS",
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
-"""Names of those that models without weights have."""
+"""Loss names for models without weights."""
 MODELS = Registry(
     "model",
     ModelSpec,
@@ -629,27 +629,27 @@ LOSSES = FunctionRegistry(
 )
 PIPELINES = Registry("pipeline", PipelineSpec, "embodrl.pipelines", "embodrl.pipelines.registry:PIPELINES")
 PROTOCOLS = Registry("protocol", ProtocolSpec, "embodrl.eval_protocols", "embodrl.envs.registry:EVAL_PROTOCOLS")
-"""Settings of published evaluations."""
+"""Published evaluation protocols."""
 ENGINES = Registry("engine", EngineSpec, "embodrl.engines", "embodrl.hybrid_engines.registry:ENGINES")
-"""Backends of training and of rollouts."""
+"""Training and rollout backends."""
 SERVE_PROTOCOLS = Registry(
     "protocol of a policy server", ServeProtocolSpec, "embodrl.protocols", "embodrl.serving.registry:PROTOCOLS"
 )
 VERBS = Registry("verb", VerbSpec, "embodrl.verbs", "embodrl.cli.registry:VERBS")
-"""Verbs of the command line that are not the core's; GROUP.NAME is one below a group, e.g. ``env.serve``."""
+"""Command-line verbs outside the core; GROUP.NAME belongs to a group, e.g. ``env.serve``."""
 WORKFLOW_RUNNERS = Registry(
     "runner of workflows", WorkflowRunnerSpec, "embodrl.workflow_runners", "embodrl.workers.registry:WORKFLOW_RUNNERS"
 )
-"""What plays the episodes of ``rollout.workflow``; the first one does."""
+"""Runners of the episodes of ``rollout.workflow``; the first one is used."""
 SMALL_ACTORS = Registry("small actor", SmallActorSpec, "embodrl.small_actors", "embodrl.models.registry:ACTORS")
-"""What ``model.small_actor.kind`` chooses."""
+"""Values of ``model.small_actor.kind``."""
 LAUNCHERS = Registry("launcher", LauncherSpec, "embodrl.launchers", "embodrl.scheduler.launchers.spec:LAUNCHERS")
-"""What ``cluster.launcher`` chooses."""
+"""Values of ``cluster.launcher``."""
 ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers", "embodrl.envs.registry:SERVERS")
 
 
 class RegisteredName(str):
-    """A string that is known to be a name of ``registry``; an enumeration that extensions can add members to.
+    """A string that is a registered name of ``registry``, like an enumeration that extensions can extend.
 
     Raises:
         UnknownNameError: the name is not registered; lists the known ones and the nearest.
@@ -665,12 +665,11 @@ class RegisteredName(str):
 
     @classmethod
     def members(cls) -> list[Self]:
-        """Return the registered names, in order of registration."""
         return [cls(name) for name in cls.registry]
 
     @classmethod
     def of(cls, spec: Spec) -> Self:
-        """Add a spec and return its name, as a member from now on.
+        """Add a spec and return its name as a new member.
 
         Raises:
             EmbodrlError: the name is taken.
@@ -681,16 +680,16 @@ class RegisteredName(str):
 
 
 def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the families that a config.json may be of; empty if it is of none that is known.
+    """Return the families that a config.json may belong to; empty if no known one matches.
 
-    Public files leave open whether an OpenVLA is an OpenVLA-OFT, and openpi's which of its models it is. Families that
-    embodrl has no network of count where no other does.
+    Public files do not distinguish OpenVLA from OpenVLA-OFT, nor openpi's models from each other. Families without a
+    network in embodrl count only if no other matches.
     """
     found = [MODELS.entry(name) for name in MODELS if is_of_family(raw, name)]
     return tuple(spec.name for spec in found if not spec.only_acts) or tuple(spec.name for spec in found)
 
 
 def is_of_family(raw: Mapping[str, object], family: str) -> bool:
-    """Tell whether a config.json may be of a family."""
+    """Return whether a config.json may belong to a family."""
     recognizes = MODELS.entry(family).recognizes
     return recognizes is not None and recognizes(raw)

@@ -1,8 +1,8 @@
-"""Records that cross package borders.
+"""Records exchanged between packages.
 
-Shapes: T policy steps (chunks), B environments, C actions in a chunk, A action dimensions, V cameras,
-H x W image, S state dimensions. Arrays on the environment side are numpy, tensors on the policy side torch;
-this module imports no torch, so that simulators can run without the training stack.
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, A action dimensions, V cameras, H x W image, S
+state dimensions. Arrays on the environment side are numpy, tensors on the policy side torch; this module imports no
+torch, so that simulators can run without the training stack.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Decoding = Literal["greedy", "sampled", "mean"]
-"""How actions follow from a distribution: the most probable, a sample, or those nearest to its mean."""
+"""How actions are derived from a distribution: the most probable, a sample, or the nearest to its mean."""
 ActMode = Literal["train", "eval", "mean"]
-"""What a policy is asked for: a sample, the most probable actions, or those nearest to the mean."""
+"""Requested actions of a policy: a sample, the most probable, or the nearest to the mean."""
 MODES: dict[Decoding, ActMode] = {"greedy": "eval", "sampled": "train", "mean": "mean"}
 
 
 @dataclass(frozen=True)
 class CameraSpec:
-    """A camera that the policy sees: pixels, no units."""
+    """A camera that the policy sees; sizes in pixels."""
 
     name: str
     height: int
@@ -37,17 +37,17 @@ class CameraSpec:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """What one VectorEnv offers.
+    """Interface of a VectorEnv.
 
     Attributes:
-        num_envs: B.
+        num_envs: number of environments, B.
         cameras: the V cameras, in the order of ``Observation.images``.
         state_dim: S; 0 without proprioception.
         action_dim: A.
-        action_low, action_high: bounds of an action in environment units, A numbers each: -1 and 1. Policies, noise
-            and experts know no others.
-        max_chunk: the largest C that the buffers hold.
-        tasks: the tasks that episodes are drawn from.
+        action_low, action_high: bounds of an action in environment units, A numbers each: always -1 and 1, which
+            policies, noise and experts assume.
+        max_chunk: largest C that the buffers hold.
+        tasks: tasks of the episodes.
         control_hz: actions per second of the robot's time.
 
     Raises:
@@ -77,7 +77,7 @@ class EnvSpec:
 
 @dataclass
 class Observation:
-    """What a policy sees.
+    """Input of a policy.
 
     Attributes:
         images: ``uint8[B,V,H,W,3]``, RGB.
@@ -96,7 +96,7 @@ class Observation:
         return len(self.images)
 
     def select(self, indices: NDArray[np.int64]) -> Observation:
-        """Return the rows of those indices (copied)."""
+        """Return copies of the given rows."""
         return Observation(
             self.images[indices],
             self.state[indices],
@@ -106,7 +106,6 @@ class Observation:
 
     @staticmethod
     def concat(parts: list[Observation]) -> Observation:
-        """Return the rows of all parts, in order."""
         return Observation(
             np.concatenate([p.images for p in parts]),
             np.concatenate([p.state for p in parts]),
@@ -117,12 +116,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class ChunkPrefix:
-    """What is left of the chunks that robots are in the midst of, for a policy that continues them.
+    """Remainders of the chunks that robots are executing, for a policy that continues them.
 
     Attributes:
         actions: ``float32[B,N,A]`` in environment units, from the time of the observation on.
-        length: ``int64[B]``, 0 to N: how many of them there are.
-        delay: ``int64[B]``, at most ``length``: how many are executed before the new chunk is there.
+        length: ``int64[B]``, 0 to N: number of valid actions.
+        delay: ``int64[B]``, at most ``length``: number of actions executed before the new chunk arrives.
     """
 
     actions: NDArray[np.float32]
@@ -131,7 +130,7 @@ class ChunkPrefix:
 
     @staticmethod
     def stack(rows: Sequence[tuple[NDArray[np.float32], int]]) -> ChunkPrefix:
-        """Return the prefix of several rows: of each, its actions ``[n,A]`` and the delay."""
+        """Return the prefix of several rows, each given as its actions ``[n,A]`` and delay."""
         longest = max(len(actions) for actions, _ in rows)
         padded = np.stack([np.pad(actions, ((0, longest - len(actions)), (0, 0))) for actions, _ in rows])
         lengths = np.array([len(actions) for actions, _ in rows], np.int64)
@@ -140,18 +139,18 @@ class ChunkPrefix:
 
 @dataclass
 class EnvStep:
-    """What a chunk of actions led to.
+    """Result of a chunk of actions.
 
     Attributes:
-        observation: what the policy sees next; after an auto-reset, of the new episode.
+        observation: next observation; after an auto-reset, of the new episode.
         reward: ``float32[B,C]``, 0 where not valid.
-        valid: ``bool[B,C]``, the sub-step was simulated (the episode had not ended before it).
-        terminated, truncated: ``bool[B,C]``, the episode ended at that sub-step.
-        success: ``bool[B]``, the task has been solved at some time in the episode that this chunk belongs to.
+        valid: ``bool[B,C]``, whether the sub-step was simulated (the episode had not ended before it).
+        terminated, truncated: ``bool[B,C]``, whether the episode ended at that sub-step.
+        success: ``bool[B]``, whether the task has been solved at some time in this chunk's episode.
         episode_return: ``float32[B]`` and episode_length: ``int32[B]`` (environment steps) of that episode so far.
-        episode_seed: ``int64[B]``, the reset seed of that episode; -1 if unseeded.
-        final_mask: ``bool[B]``, the episode was truncated and ``final_observation`` holds its last observation.
-        final_observation: valid in the rows of ``final_mask`` only; the other rows are undefined.
+        episode_seed: ``int64[B]``, reset seed of that episode; -1 if unseeded.
+        final_mask: ``bool[B]``, whether the episode was truncated and ``final_observation`` holds its last observation.
+        final_observation: valid only in the rows of ``final_mask``; other rows are undefined.
     """
 
     observation: Observation
@@ -168,14 +167,14 @@ class EnvStep:
 
     @property
     def done(self) -> NDArray[np.bool_]:
-        """``bool[B]``: the episode ended within this chunk."""
+        """``bool[B]``: whether the episode ended within this chunk."""
         return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
 CHOSEN = "chosen"
-"""In ``PolicyOutput.forward_inputs``: what an off-policy actor chose, ``float32[B,...]``, if not the actions."""
+"""Key in ``PolicyOutput.forward_inputs``: an off-policy actor's choice ``float32[B,...]``, if not the actions."""
 TOKEN_MASK = "token_mask"
-"""In ``forward_inputs``, of policies whose tokens stand for a whole chunk: ``bool[B,M]``, which of M tokens there are.
+"""Key in ``forward_inputs`` of policies whose tokens stand for a whole chunk: mask ``bool[B,M]`` of the M tokens.
 
 Their log-probs and entropies are ``float32[B,M,1]``, whatever C and A.
 """
@@ -183,14 +182,14 @@ Their log-probs and entropies are ``float32[B,M,1]``, whatever C and A.
 
 @dataclass
 class PolicyOutput:
-    """What a policy answers to an observation.
+    """Output of a policy for an observation.
 
     Attributes:
         actions: ``float32[B,C,A]`` numpy, in environment units.
         logprobs: ``float32[B,C,A]``, at the finest level; ``float32[B,M,1]`` with ``TOKEN_MASK``.
-        values: ``float32[B,1]`` (chunk level) or ``float32[B,C]``; None if not asked for.
-        forward_inputs: tensors, batch first, with all that ``evaluate_actions`` needs.
-        version: updates that the weights had seen; a rollout engine sets it.
+        values: ``float32[B,1]`` (chunk level) or ``float32[B,C]``; None if not requested.
+        forward_inputs: batch-first tensors, with all inputs of ``evaluate_actions``.
+        version: number of updates that the weights had seen; set by a rollout engine.
     """
 
     actions: NDArray[np.float32]
@@ -202,13 +201,13 @@ class PolicyOutput:
 
 @dataclass
 class EvalOutput:
-    """Log-probs of given actions under the present weights.
+    """Log-probs of given actions under the current weights.
 
     Attributes:
         logprobs: ``float32[B,C,A]``; ``float32[B,M,1]`` with ``TOKEN_MASK``.
-        entropy: like ``logprobs``, in nats, or None.
+        entropy: shaped like ``logprobs``, in nats, or None.
         values: ``float32[B,1]`` or ``float32[B,C]``, or None.
-        errors: ``float32[B,N,C,A]``, what N velocities of a flow policy miss their targets by, or None.
+        errors: ``float32[B,N,C,A]``, differences of N velocities of a flow policy from their targets, or None.
     """
 
     logprobs: Tensor
@@ -219,7 +218,7 @@ class EvalOutput:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn; the same object serves rollout and training, so that log-probs agree.
+    """Token sampling; rollout and training share one object, so that log-probs agree.
 
     Attributes:
         temperature: > 0.

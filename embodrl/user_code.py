@@ -1,4 +1,4 @@
-"""Exits of user code: ``sys.exit`` and ``os._exit`` would end the process without saying why."""
+"""Exits of user code: ``sys.exit`` and ``os._exit`` would end the process without an explanation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from embodrl.errors import EmbodrlError
 _exit = os._exit
 _guarded = threading.local()
 _reporting: set[int] = set()
-"""Process ids; a forked child has another, and may exit without a report."""
+"""Guarded process ids; a forked child has another, and may exit without a report."""
 
 
 @contextmanager
@@ -25,15 +25,12 @@ def guard_user_code(name: str) -> Generator[None, None, None]:
 
     Forked children, other threads and embodrl's own code (such as a second SIGTERM) exit as usual.
 
-    Args:
-        name: of the user code, for the message.
-
     Raises:
         EmbodrlError: the code called ``sys.exit`` or ``os._exit``, or raised another BaseException.
     """
 
     def refused(call: str) -> EmbodrlError:
-        hint = "return from the function, or raise an exception that says what is wrong"
+        hint = "return from the function, or raise an exception with a message"
         return EmbodrlError(f"{name} called {call}", hint, code="function-exit")
 
     try:
@@ -43,16 +40,16 @@ def guard_user_code(name: str) -> Generator[None, None, None]:
         if raised_by_embodrl(error):
             raise
         raise refused(f"sys.exit({error.code!r})") from error
-    except (Exception, KeyboardInterrupt):  # Ctrl-C comes from wherever the interpreter is
+    except (Exception, KeyboardInterrupt):  # Ctrl-C may arrive anywhere in the interpreter
         raise
     except BaseException as error:
         text = f"{name} raised {type(error).__name__}, which is not an Exception: {error}"
-        raise EmbodrlError(text, "raise an Exception that says what is wrong", code="function-exit") from error
+        raise EmbodrlError(text, "raise an Exception with a message", code="function-exit") from error
 
 
 @contextmanager
 def exits_raise(make_error: Callable[[int], Exception]) -> Generator[None, None, None]:
-    """Let ``os._exit`` of user code in this thread and process raise ``make_error(status)`` instead."""
+    """Let ``os._exit`` in this thread's user code raise ``make_error(status)`` instead."""
     os._exit = _guarded_exit
     outer = getattr(_guarded, "by", None)
     _guarded.by = (os.getpid(), make_error)
@@ -63,13 +60,13 @@ def exits_raise(make_error: Callable[[int], Exception]) -> Generator[None, None,
 
 
 def report_exits() -> None:
-    """Let ``os._exit`` of user code in this process print where it was called, for the log that a parent reads."""
+    """Let ``os._exit`` in this process's user code print its location, for the log that a parent reads."""
     os._exit = _guarded_exit
     _reporting.add(os.getpid())
 
 
 def _guarded_exit(status: int) -> NoReturn:
-    """``os._exit`` from the first guard on."""
+    """Replacement of ``os._exit`` from the first guard on."""
     caller = sys._getframe(1)
     if not _is_embodrl(caller):
         pid, make_error = getattr(_guarded, "by", None) or (None, None)
@@ -91,7 +88,7 @@ def raised_by_embodrl(error: BaseException) -> bool:
 
 
 def ends_process(error: BaseException) -> bool:
-    """Return whether an import was interrupted by Ctrl-C or an exit of embodrl, and did not fail by itself."""
+    """Return whether an import was interrupted by Ctrl-C or an exit of embodrl, rather than failing by itself."""
     return not isinstance(error, Exception) and (isinstance(error, KeyboardInterrupt) or raised_by_embodrl(error))
 
 

@@ -68,9 +68,7 @@ LARGER: dict[str, Shape] = {
     "embodrl/processes/child.py:ChildProcess": Shape(arguments=10),
     "embodrl/reporting/sinks.py:MetricsLogger": Shape(arguments=7),
     "embodrl/scheduler/launchers/ray/launcher.py:_RayWorker": Shape(arguments=7),
-    "embodrl/workers/async_collector.py:AsyncCollector": Shape(attributes=20),
-    "embodrl/workers/remote_backend.py:RemoteBackend": Shape(attributes=25, arguments=7),
-    "embodrl/workers/workflows/task_runner.py:AsyncTaskRunner": Shape(attributes=20),
+    "embodrl/workers/remote_backend.py:RemoteBackend": Shape(arguments=7),
     "embodrl/workers/workflows/runner.py:WorkflowCollector": Shape(arguments=7),
 }
 """path:Class -> what it may have: what was larger when the limits were set."""

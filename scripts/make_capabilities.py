@@ -242,7 +242,7 @@ SECTIONS: dict[str, list[Row]] = {
             "vLLM over several GPUs",
             "siiRL, verl",
             "plan train rollout=vllm rollout.vllm.tensor_parallel_size=2",
-            remains="a rollout process holds a whole policy",
+            remains="each rollout process holds a whole policy",
         ),
         Row(
             "A custom graph of an iteration",

@@ -82,7 +82,7 @@ OTHERS: dict[str, dict[str, tuple[str, str]]] = {
         "actor_rollout_ref.rollout.n": ("algorithm.group_size", ""),
         "actor_rollout_ref.rollout.temperature": ("algorithm.sampling.temperature", ""),
         "actor_rollout_ref.rollout.top_k": ("algorithm.sampling.top_k", "-1: 0"),
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": ("", "a rollout process holds a whole policy"),
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": ("", "each rollout process holds a whole policy"),
         "critic.optim.lr": ("actor.optim.value_lr", "the critic is a head of the policy"),
         "critic.cliprange_value": ("algorithm.value_clip", ""),
         "trainer.critic_warmup": ("actor.optim.critic_warmup_iterations", ""),

@@ -21,7 +21,7 @@ __all__ = ["Config", "LoadedConfig", "Origin", "load_config", "load_resolved", "
 
 
 def __getattr__(name: str) -> Any:
-    # importing a submodule (say, the schema) must not cost the import of hydra and the rules
+    # importing a submodule (e.g. the schema) must not import hydra and the rules
     import importlib
 
     if name not in __all__:

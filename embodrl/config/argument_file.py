@@ -1,7 +1,7 @@
-"""Settings that one command writes for another one: a file of arguments, which has the trust of where they came from.
+"""Argument files: settings that one command writes for another, with the trust level of their origin.
 
-On a command line they would count as the user's own, and might be options. A verb is given such a file as ``@FILE``.
-Each line is ``- "key=value"``, a JSON string; the last one may be the approval of the settings that run code.
+On the command line such settings would count as the user's own and could be options. A verb takes such a file as
+``@FILE``. Each line is ``- "key=value"``, a JSON string; the last line may approve the settings that run code.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ _ITEM = "- "
 
 
 def text_of_arguments(texts: Sequence[str], approved: Mapping[str, object]) -> str:
-    """Return the content of a file of arguments.
-
-    Args:
-        texts: ``key=value``.
-        approved: the settings among them that run code and that this user has approved; empty for none.
-    """
+    """Return the content of an argument file; ``approved`` are the arguments' settings that may run code."""
     return "".join(f"{_ITEM}{json.dumps(text)}\n" for text in texts) + approval(approved)
 
 
@@ -33,7 +28,7 @@ def read_arguments(path: Path) -> tuple[list[str], str]:
     """Return the arguments of a file, and its whole text.
 
     Raises:
-        ConfigError: it can't be read, or is none of ``text_of_arguments``.
+        ConfigError: the file can't be read, or is not an argument file.
     """
     try:
         content = read_regular_file(path, MAX_BYTES).decode()
@@ -41,8 +36,10 @@ def read_arguments(path: Path) -> tuple[list[str], str]:
         return [_text(line) for line in lines], content
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        message = f"{path} is no file of arguments: {reason}"
-        hint = f'write arguments as they are; each line of a file is - "key=value"; YAML is given with --config {path}'
+        message = f"{path} is not an argument file: {reason}"
+        hint = (
+            f'give arguments directly; each line of an argument file is - "key=value"; pass YAML with --config {path}'
+        )
         problem = ConfigProblem(f"{PREFIX}{path}", message, str(path), hint=hint, code="argument-file")
         raise ConfigError([problem]) from None
 

@@ -17,17 +17,17 @@ STEPS, CHUNK = "env.train.max_steps_per_rollout_epoch", "model.num_action_chunks
 
 
 def fill_batches(tree: Node, schema: type[Config]) -> None:
-    """Lower batch sizes that are not given to the largest that divide a rollout, if ``runner.fit_batches`` is on."""
+    """Lower unset batch sizes to the largest divisors of a rollout if ``runner.fit_batches`` is on."""
     wanted = lookup(tree, KEY)
     if wanted is None or wanted.value is not True:
         return
     defaults: dict[str, Any] = json.loads(schema().model_dump_json())
     loss = value_or_default(tree, defaults, "algorithm.loss_type")
     if isinstance(loss, str) and loss in LOSSES and LOSSES.entry(loss).learns_from_records:
-        return  # its batches are drawn from records
+        return  # such losses draw batches from records
     sizes = [value_or_default(tree, defaults, key) for key in (*FACTORS, STEPS, CHUNK, BATCH, MICRO)]
     if any(type(size) is not int or size < 1 for size in sizes):
-        return  # what is wrong with those keys is reported
+        return  # the rules report invalid keys
     envs, epochs, steps, chunk, batch, micro = cast(list[int], sizes)
     chunks = envs * epochs * -(-steps // chunk)
     batch = _fit(tree, BATCH, batch, chunks)
@@ -35,7 +35,7 @@ def fill_batches(tree: Node, schema: type[Config]) -> None:
 
 
 def _fit(tree: Node, key: str, size: int, whole: int) -> int:
-    """Return the size that is used: the largest divisor of ``whole`` up to it, unless a user or a run has given it."""
+    """Return the largest divisor of ``whole`` up to ``size``, or ``size`` where a user or a run set it."""
     present = lookup(tree, key)
     if present is not None and present.origin.kind not in ("schema", "preset"):
         return size

@@ -1,4 +1,4 @@
-"""Types and ranges: pydantic errors as config problems."""
+"""Type and range checks: pydantic errors as config problems."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from embodrl.names import is_misspelt, nearest
 from embodrl.specs import ADVANTAGES, DEFAULT_ENV, ENGINES, ENVS, LOSSES, MODELS, VERBS
 
 TAGS = {"env": "env_type", "model": "model_type"}
-"""Sections whose settings depend on one of them, which names a spec."""
+"""Sections whose settings depend on one key, which names a spec."""
 
 
 def schema_of(tree: Node) -> type[Config]:
-    """Return the schema for the simulator, the model, the engines and the further sections that a tree names."""
+    """Return the schema for the simulator, model, engines and optional sections that a tree names."""
     return schema_for(cast(dict[str, object], tree.plain()))
 
 
 def with_every_section(schema: type[Config]) -> type[Config]:
-    """Return the schema with the sections of all verbs, engines and protocols, which a configuration may have."""
+    """Return the schema with the sections of all verbs, engines and protocols."""
     found = _sections_that_load("", (name for spec in VERBS.all() for name in spec.sections))
     engines = ("actor", (ENGINES,)), ("rollout", (ENGINES,))
     for path, registries in (
@@ -54,7 +54,7 @@ def with_every_section(schema: type[Config]) -> type[Config]:
 
 
 def _sections_that_load(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
-    """Return further sections by name, without those of packages that are broken: their use reports it."""
+    """Return the optional sections by name, without broken packages, which are reported where they are used."""
     found: dict[str, type[Section]] = {}
     for name in names:
         with contextlib.suppress(EmbodrlError):
@@ -63,7 +63,7 @@ def _sections_that_load(path: str, names: Iterable[str]) -> dict[str, type[Secti
 
 
 def shipped_schemas() -> list[type[Config]]:
-    """Return schemas that together have every key of the simulators, models and features that come with embodrl."""
+    """Return schemas that together have every key of the simulators, models and features that ship with embodrl."""
     further: dict[str, object] = {name: {} for verb in VERBS.builtin for name in VERBS.entry(verb).sections}
     for section in ("actor", "rollout"):
         further[section] = {name: {} for name in ENGINES.builtin}
@@ -74,12 +74,12 @@ def shipped_schemas() -> list[type[Config]]:
 
 
 def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
-    """Remove settings of other simulators and models from a tree.
+    """Remove the settings of other simulators and models from a tree.
 
-    Those of a preset, and those that are as by default, have no meaning here and go silently.
+    Values from presets and unchanged defaults are dropped silently.
 
     Returns:
-        What is wrong: the user set one.
+        A problem for each setting that the user set.
     """
     problems: list[ConfigProblem] = []
     for section, tag in TAGS.items():
@@ -97,7 +97,7 @@ def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigPr
             chosen_name = chosen.plain() if chosen is not None else own.model_fields[tag].default
             put(tree, key, None)
             default = _settings_of(section)[owners[0]]().model_dump(mode="json")[name]
-            # Where the name itself is unknown, that is reported, and not the settings below it.
+            # An unknown name is reported itself, so its settings are not.
             if chosen_name in _settings_of(section) and _is_set(found, default):
                 has = f"{', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
                 near = nearest(name, list(own.model_fields), cutoff=0.75)
@@ -106,10 +106,10 @@ def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigPr
                 problems.append(
                     ConfigProblem(
                         key,
-                        f"{chosen_name} has no such setting; {has}",
+                        f"{chosen_name} does not have this setting; {has}",
                         str(found.origin),
                         nearest=f"{section}.{near}" if near else "",
-                        hint=f"leave it out, or set {section}.{tag}={owners[0]}{instead}",
+                        hint=f"remove it, or set {section}.{tag}={owners[0]}{instead}",
                         code="setting-of-another-type",
                     )
                 )
@@ -117,14 +117,13 @@ def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigPr
 
 
 def _settings_of(section: str) -> dict[str, type[BaseModel]]:
-    """Return the settings class of every known simulator or model."""
     if section == "env":
         return {spec.name: env_settings(spec.name) for spec in ENVS.all()}
     return {spec.name: model_settings(spec.name) for spec in MODELS.all()}
 
 
 def _is_set(node: Node, default: object) -> bool:
-    """Tell whether the user asked for a value: on the command line, or in a file and not just the default."""
+    """Return whether the user set a value: on the command line, or in a file to other than the default."""
     if node.children:
         inner = cast(dict[str, object], default) if isinstance(default, dict) else {}
         return any(_is_set(child, inner.get(name)) for name, child in node.children.items())
@@ -134,20 +133,15 @@ def _is_set(node: Node, default: object) -> bool:
 def validate(
     tree: Node, schema: type[Config], verb: Verb | None = None
 ) -> tuple[Config, set[str], list[ConfigProblem]]:
-    """Validate a tree against the schema of its simulator and model.
-
-    Args:
-        tree: not changed.
-        schema: schema of the tree.
-        verb: what the configuration is for: its settings are suggested first.
+    """Validate a tree, which is not modified, against its schema; settings of ``verb`` are suggested first.
 
     Returns:
-        The configuration, with the schema's default for every wrong value; the keys replaced; the problems.
+        The configuration, with schema defaults in place of invalid values; the replaced keys; the problems.
     """
     remaining = copy(tree)
     problems = remove_settings_of_others(remaining, schema)
     pruned = {problem.key for problem in problems}
-    # Removing a wrong key may bring up another problem; with the defaults alone none is left.
+    # Removing an invalid key may reveal another problem; the defaults alone have none.
     for _ in range(10):
         plain = remaining.plain()
         try:
@@ -163,7 +157,7 @@ def validate(
 
 
 def prune(tree: Node, key: str) -> None:
-    """Remove a key; a wrong item takes its whole list with it."""
+    """Remove a key; an invalid item removes its whole list."""
     parts = key.split(".")
     for depth in range(1, len(parts) + 1):
         parent = lookup(tree, ".".join(parts[:depth]))
@@ -177,12 +171,12 @@ def prune(tree: Node, key: str) -> None:
 def describe(
     error: ValidationError, tree: Node, schema: type[Config], verb: Verb | None = None
 ) -> list[tuple[str, ConfigProblem]]:
-    """Return ``(key, problem)`` of each wrong key."""
+    """Return ``(key, problem)`` for each invalid key."""
     result: dict[str, ConfigProblem] = {}
     for item in error.errors(include_url=False)[:MAX_ERRORS]:
         key = _key(tree, item["loc"], item["type"])
         if key in result or any(known.startswith(f"{key}.") for known in result):
-            continue  # the branches of a union complain one by one, and a list complains about its lost item
+            continue  # pydantic reports each branch of a union, and a list as missing its invalid item
         node = lookup(tree, key)
         value = node.plain() if node is not None else None
         origin = str(origin_of(tree, key))
@@ -195,14 +189,14 @@ def describe(
         is_meant = is_misspelt(str(value), near)
         hint = f"write {key}={near}" if is_meant else _hint(item["type"], key, value, allowed)
         if isinstance(value, float) and item["type"] in ("int_type", "int_from_float") and value.is_integer():
-            hint = f"write {key}={int(value)}; integers have neither point nor exponent"
+            hint = f"write {key}={int(value)}; integers have no decimal point or exponent"
         near, hint = (advice(key, value) if isinstance(value, str) else None) or (near, hint)
         result[key] = ConfigProblem(key, message, origin, allowed, near, hint, code=_code(item["type"]))
     return list(result.items())
 
 
 def _key(tree: Node, loc: tuple[int | str, ...], kind: str) -> str:
-    """Return the dotted key of an error; the parts that pydantic adds for branches of a union are dropped."""
+    """Return the dotted key of an error, without the parts that pydantic adds for union branches."""
     parts: list[str] = []
     for index, part in enumerate(loc):
         candidate = ".".join([*parts, str(part)])
@@ -225,7 +219,7 @@ def _show(value: object) -> str:
 
 
 MAX_ERRORS = 50
-"""Of one configuration: more are of one broken list, and each takes some milliseconds."""
+"""Problems reported per configuration: further ones usually stem from one broken list, and each takes milliseconds."""
 REASONS = {
     "int_type": "is not an integer",
     "int_from_float": "is not an integer",
@@ -249,7 +243,6 @@ REASONS = {
 
 
 def _code(kind: str) -> str:
-    """Return the code of a kind of pydantic error."""
     if kind == "literal_error":
         return "config-choice"
     if kind in ("too_short", "too_long", "missing"):
@@ -271,7 +264,7 @@ def _hint(kind: str, key: str, value: object, allowed: str) -> str:
     if kind == "string_type":
         text = str(value).lower() if isinstance(value, bool) else value
         shell = "" if key[-1].isdigit() else f" in YAML, \"{key}='{text}'\" in a shell"
-        quoted = f"put it into quotes: '{text}'{shell}"
+        quoted = f"put it in quotes: '{text}'{shell}"
         return quoted if not isinstance(value, (dict, list, type(None))) else "give a single text"
     if kind in ("tuple_type",):
         return f"write a list: [{value}]" if not isinstance(value, dict) else "write a list: [...]"
@@ -280,12 +273,12 @@ def _hint(kind: str, key: str, value: object, allowed: str) -> str:
         if isinstance(value, str) and "." not in key:
             return f"choose a preset as 'presets: {{{key}: {value}}}' in a file, or {key}={value} on the command line"
         if isinstance(value, str) and ":" in value:
-            return f"quote it, since a shell takes braces apart: '{key}={{NAME: VALUE, NAME: VALUE}}'"
+            return f"quote it, since shells expand braces: '{key}={{NAME: VALUE, NAME: VALUE}}'"
         if example.isdigit() or kind == "dict_type":
             return "write a mapping: {KEY: VALUE}"
-        return f"give keys below it, as {key}.KEY=VALUE or '{example}: {{KEY: VALUE}}'"
+        return f"set the keys below it, as {key}.KEY=VALUE or '{example}: {{KEY: VALUE}}'"
     if kind == "finite_number":
-        return "give a finite number" + (", or null to switch it off" if "null" in allowed else "")
+        return "give a finite number" + (", or null to disable it" if "null" in allowed else "")
     one = "one of: " if kind == "literal_error" and ", " in allowed else ""
     return f"give {one}{allowed}" if allowed else f"see `embodrl explain {key}`"
 
@@ -303,15 +296,8 @@ def unknown_key(
 ) -> ConfigProblem:
     """Return the problem of a key that the schema lacks; settings of the verb are suggested first.
 
-    The nearest key is only named, unless the key is a misspelling of it and it can have the value: whoever writes
-    another setting than the meant one changes the run and does not notice.
-
-    Args:
-        key: dotted.
-        origin: where it is.
-        schema: of the configuration.
-        verb: what the configuration is for.
-        value: what the key is set to, as YAML has it.
+    The nearest key is only named, unless the key is a misspelling of it and the value fits: setting a key other than
+    the intended one would silently change the run.
     """
     section, _, name = key.rpartition(".")
     schema = with_every_section(schema)
@@ -329,7 +315,7 @@ def unknown_key(
     elif near and section:
         near = f"{section}.{near}"
     if not near:
-        # A distant name of another section does not help, so it has to be nearer than one of the same section.
+        # A distant name in another section does not help, so it has to be nearer than one in the same section.
         near = _of_a_near_name(name, own) or _of_a_near_name(name, known)
     where = f"the section '{section}'" if section else "the configuration"
     leaf = near.rpartition(".")[2]
@@ -338,21 +324,18 @@ def unknown_key(
     if (near and near == meant) or (is_misspelt(name, leaf) and _accepts(near, value, schema)):
         hint = f"write {near}"
     elif near:
-        hint = f"{listed}; the nearest name may be of something else"
+        hint = f"{listed}; the nearest name may mean something else"
     if not section and near in names and is_misspelt(name, near) and model_of(schema.model_fields[near].annotation):
         hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
-    return ConfigProblem(
-        key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
-    )
+    return ConfigProblem(key, f"no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key")
 
 
 def _lists_keys(section: str) -> str:
-    """Say which command lists the keys of a section, "" for those of the configuration."""
+    """Return the command that lists the keys of a section, or "" for the configuration itself."""
     return f"`embodrl explain {section}` lists its keys" if section else "`embodrl config show` prints all keys"
 
 
 def _accepts(key: str, value: object, schema: type[BaseModel]) -> bool:
-    """Tell whether a key can have a value."""
     section, _, name = key.rpartition(".")
     model = section_model(section, schema)
     if model is None:
@@ -370,7 +353,7 @@ def _of_a_near_name(name: str, keys: list[str]) -> str:
 
 
 def _unknown_here(key: str, origin: str, schema: type[Config], tree: Node, verb: Verb | None) -> ConfigProblem:
-    """Return the problem of an unknown key, with what other systems and the chosen simulator may mean by it."""
+    """Return the problem of an unknown key, considering keys of other systems and of the chosen simulator."""
     node = lookup(tree, key)
     problem = unknown_key(key, origin, schema, verb, None if node is None else node.plain())
     known = key_advice(key, lambda full: lookup(tree, full) is not None)
@@ -412,7 +395,7 @@ def schema_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def allowed_values(key: str, schema: type[BaseModel]) -> tuple[str, list[str]]:
-    """Return what a key may hold, in words, and its options where it is an enumeration."""
+    """Return the allowed values of a key in words, and its options if it is an enumeration."""
     parts = key.split(".")
     indices = 0
     while parts and parts[-1].isdigit():
@@ -433,7 +416,7 @@ def allowed_values(key: str, schema: type[BaseModel]) -> tuple[str, list[str]]:
 
 
 def options_of(annotation: object, metadata: Sequence[Any] = ()) -> list[str]:
-    """Return the values of the literals in an annotation, as written in YAML, and the names of a registry."""
+    """Return the literal values in an annotation, as written in YAML, and the names of a registry."""
     named = next((found for found in metadata if isinstance(found, NameOf)), None)
     if named is not None:
         return named.names()
@@ -466,7 +449,7 @@ def _bound(value: float) -> str:
 
 
 def in_words(annotation: object, metadata: list[Any]) -> str:
-    """Say what a type and its bounds allow."""
+    """Describe a type and its bounds in words."""
     origin = get_origin(annotation)
     if origin is typing.Annotated:
         base, *extra = get_args(annotation)

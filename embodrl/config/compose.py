@@ -1,7 +1,7 @@
-"""From presets, a YAML file and command-line arguments to one tree of values with their origins.
+"""Compose presets, a YAML file and command-line arguments into one tree of values with origins.
 
-Hydra parses the arguments and works out which presets apply, in which order; nothing is ever instantiated. Values are
-merged here rather than by Hydra, because a value must keep its file and line and a misspelt key must stay an error.
+Hydra parses the arguments and determines the presets and their order; nothing is ever instantiated. Values are merged
+here rather than by Hydra, because a value must keep its file and line and a misspelt key must stay an error.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from embodrl.errors import ConfigProblem
 from embodrl.names import is_misspelt, nearest
 
 OPTIONAL = ("experiment", "pipeline", "serve")
-"""Groups of which none may be chosen."""
+"""Groups in which no preset may be chosen."""
 
 
 @dataclass
 class Argument:
-    """One parsed command-line argument: ``key=value``, or ``~key`` to go back to the schema's default.
+    """One parsed command-line argument: ``key=value``, or ``~key`` to restore the schema default.
 
     Attributes:
-        file: of arguments that it is in; "" for one on the command line itself.
+        file: argument file that holds it; "" for the command line itself.
     """
 
     key: str
@@ -72,11 +72,11 @@ class Argument:
 
 @dataclass
 class Composition:
-    """What the user asked for: a tree of values, and what was wrong before types were looked at.
+    """Composed user input: a tree of values, and the problems found before type checks.
 
     Attributes:
         untrusted: names of the files whose settings must not run code.
-        own_presets: directories of the user's presets.
+        own_presets: the user's preset directories.
     """
 
     tree: Node
@@ -88,21 +88,18 @@ class Composition:
 
 
 MAX_ARGUMENT = 10_000
-"""Characters of an argument: parsing takes more than linear time."""
+"""Maximum characters of an argument: parsing takes more than linear time."""
 
 
 AXES_KEY = "axes"
-"""Its value is text with commas, which are no sweep."""
+"""Key whose value is text with commas, which are not a sweep."""
 
 
 def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem]]:
-    """Parse Hydra-style arguments.
-
-    Args:
-        texts: ``key=value``, ``+key=value`` (the same) or ``~key``.
+    """Parse Hydra-style arguments: ``key=value``, ``+key=value`` (the same) or ``~key``.
 
     Returns:
-        The arguments that could be parsed, and what is wrong with the others.
+        The parsed arguments, and the problems of the others.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -115,7 +112,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
         key = text.partition("=")[0] or "(argument)"
         if len(text) > MAX_ARGUMENT or key.count(".") > MAX_DEPTH:
             message = f"has more than {MAX_ARGUMENT} characters, or a key of more than {MAX_DEPTH} parts"
-            hint = "write long lists and mappings into a YAML file and pass it with --config"
+            hint = "put long lists and mappings into a YAML file and pass it with --config"
             problems.append(
                 ConfigProblem(key[:80], message, str(Origin("argument", text)), hint=hint, code="argument-size")
             )
@@ -144,11 +141,11 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
         if parsed.key_or_group == AXES_KEY:
             arguments.append(Argument(AXES_KEY, text.partition("=")[2] or None, text, parsed.is_delete()))
         elif parsed.is_sweep_override():
-            hint = f"give one value; a list is written {key}=[...]; `embodrl sweep {text}` makes a run of each value"
+            hint = f"give one value; a list is written {key}=[...]; `embodrl sweep {text}` runs each value"
             problems.append(
                 ConfigProblem(
                     key,
-                    "is a sweep over several values, which a run can't have",
+                    "is a sweep over several values; a run takes one",
                     origin,
                     hint=hint,
                     code="argument-sweep",
@@ -172,44 +169,44 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
 
 
 def _home_quoted(text: str) -> str:
-    """Return ``key=~/path`` with the path in quotes, which Hydra's grammar wants and a shell takes away."""
+    """Return ``key=~/path`` with the path quoted: Hydra's grammar needs quotes, which a shell removes."""
     key, separator, value = text.partition("=")
     return f"{key}={value!r}" if separator and re.fullmatch(r"~[\w.-]*/[^,'\"\\]*", value) else text
 
 
 def arguments_of_file(texts: list[str], file: str) -> tuple[list[Argument], list[ConfigProblem]]:
-    """As ``parse_arguments``, of texts that a file holds."""
+    """Parse the arguments of an argument file, as ``parse_arguments`` does."""
     arguments, problems = parse_arguments(texts)
     return [replace(argument, file=file) for argument in arguments], [replace(each, origin=file) for each in problems]
 
 
 def values_of(arguments: list[Argument]) -> Node:
-    """Return the tree of the values that arguments give, without presets."""
+    """Return the tree of the values in arguments, ignoring presets."""
     tree = Node({}, Origin("argument"))
     apply_arguments(tree, [argument for argument in arguments if not is_choice(argument) and argument.key != DIRS])
     return tree
 
 
 def code_of(arguments: list[Argument]) -> dict[str, object]:
-    """Return the settings of arguments that would run code, by dotted key; those of their own presets may."""
+    """Return the settings in arguments that would run code, by dotted key, including those in the user's presets."""
     directories = [argument.value for argument in arguments if argument.key == DIRS]
     return code_settings(values_of(arguments)) | ({DIRS: directories} if directories else {})
 
 
 def foreign_code(arguments: list[Argument], file: str) -> list[ConfigProblem]:
-    """Return a problem per argument of an untrusted file that would run code."""
+    """Return a problem for each argument of an untrusted file that would run code."""
     presets = [_foreign_presets(file) for argument in arguments if argument.key == DIRS]
     return untrusted_code(values_of(arguments), (file,)) + presets
 
 
 def _foreign_presets(file: str) -> ConfigProblem:
-    message = "the file of a run names directories of presets, which may name code; embodrl writes none there"
-    hint = "look at the presets; then give --presets DIR on the command line, and take dirs out of the file"
+    message = "the run's file names preset directories, which may name code; embodrl never writes such directories"
+    hint = "review the presets; then pass --presets DIR on the command line and remove dirs from the file"
     return ConfigProblem(DIRS, message, file, hint=hint, code="settings-run-code")
 
 
 def _all_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem], tuple[str, ...]]:
-    """Parse arguments, those of ``@FILE`` among them; and name the files whose settings must not run code."""
+    """Parse arguments, including ``@FILE``; also return the names of files whose settings must not run code."""
     arguments: list[Argument] = []
     problems: list[ConfigProblem] = []
     untrusted: list[str] = []
@@ -231,33 +228,32 @@ def _all_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem
 
 
 def assignment(key: str, value: object) -> str:
-    """Return ``key='value'`` as a command-line override, whatever characters the value has."""
+    """Return ``key='value'`` as a command-line override with any characters in the value escaped."""
     text = str(value).replace("'", "\\'")
     return f"{key}='{text}'"
 
 
 def _form_problem(text: str, before: str, after: str) -> list[ConfigProblem]:
-    """Return what is wrong with an argument without value, between two others; nothing if it is the value of one."""
+    """Return the problem of an argument without a value, or nothing if it is the value of its predecessor."""
     if _is_key(before) and not _is_key(text):
-        return []  # named with its key
+        return []  # reported with its key
     separate = _is_key(text) and after and "=" not in after and not _is_key(after)
-    hint = f"write {text}={after}" if separate else "write section.key=VALUE; a YAML file is given with --config FILE"
+    hint = f"write {text}={after}" if separate else "write section.key=VALUE; pass a YAML file with --config FILE"
     if text.endswith((".yaml", ".yml")):
         hint = f"write --config {text}"
     elif "/" in text:
-        hint = f"`embodrl resume {text}` continues a run; settings are written section.key=VALUE"
+        hint = f"`embodrl resume {text}` continues a run; write settings as section.key=VALUE"
     key = text.partition("=")[0] or "(argument)"
     origin = f"command line: {text}"
-    return [ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint, code="argument-form")]
+    return [ConfigProblem(key, "is not in the form key=value", origin, "key=value", hint=hint, code="argument-form")]
 
 
 def _is_key(text: str) -> bool:
-    """Tell whether an argument is a bare preset group or dotted key, whose value may be the next argument."""
+    """Return whether an argument is a bare preset group or dotted key, whose value may be the next argument."""
     return text in groups() or re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+", text) is not None
 
 
 def _syntax_hint(text: str) -> str:
-    """Return what to write instead of brackets that do not fit or text that lacks quotes; "" if neither is wrong."""
     key, _, value = text.partition("=")
     if "[" in key:
         dotted = re.sub(r"\[(\d+)\]", r".\1", key)
@@ -266,13 +262,13 @@ def _syntax_hint(text: str) -> str:
         if value.count(opening) > value.count(closing):
             return f"close the bracket: '{text}{closing}'"
         if value.count(opening) < value.count(closing):
-            return f"remove the '{closing}' that closes nothing, or put the text into quotes"
+            return f"remove the '{closing}' that closes nothing, or quote the text"
     keys = re.compile(r"""["']?([a-z]+(?:, ?[a-z]+)+)["']?(?=\s*:)""")
     if value.startswith("{") and keys.search(value):
         escaped = keys.sub(lambda found: re.sub(", ?", r"\\,", found[1]), value)
         return f"a comma within a key needs a backslash: '{key}={escaped}'"
     inner = re.fullmatch(r"\[([^\[\]'\"]+=[^\[\]'\"]*)\]", value)
-    if inner:  # a list of settings, as of recipe.rl
+    if inner:  # a list of settings, e.g. recipe.rl
         return f"quote the settings in the list: '{key}=[{', '.join(_quoted(one) for one in inner[1].split(','))}]'"
     return ""
 
@@ -282,11 +278,11 @@ def _quoted(text: str) -> str:
 
 
 def check_choice(group: str, name: object, origin: str, own: Sequence[Path] = ()) -> ConfigProblem | None:
-    """Return what is wrong with the choice of a preset, shipped or in a directory of the user's own, or None."""
+    """Return the problem of a preset choice, shipped or from the user's directories, or None."""
     known = groups()
     if group not in known:
         top = group.split("/")[0].split(".")[0]
-        hint = "choose a preset as group=name; set a single key as section.key=value"
+        hint = "choose a preset with group=name; set a single key with section.key=value"
         return ConfigProblem(
             group,
             f"there is no preset group '{group}'",
@@ -308,19 +304,19 @@ def check_choice(group: str, name: object, origin: str, own: Sequence[Path] = ()
     if group == "env" and not meant:
         near, hint = of_task(shown) or (near, hint)
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
-        message = f"'{name}' is a path; a preset is chosen by its plain name"
-        hint = "write the name of a preset; a YAML file is given with --config FILE, a directory with --presets DIR"
+        message = f"'{name}' is a path; presets are chosen by name"
+        hint = "give the name of a preset; pass a YAML file with --config FILE, a directory with --presets DIR"
     if group == "pipeline":
         near, hint = of_algorithm(shown) or (near, hint)
     if group == "pipeline" and isinstance(name, str) and ":" in name:
-        hint = f"a custom function is given as pipeline.fn={name}"
+        hint = f"give a custom function with pipeline.fn={name}"
     return ConfigProblem(group, message, origin, ", ".join(names), near, hint, "preset-unknown")
 
 
 def check_own_preset(
     group: str, name: str, own: Sequence[Path], inside: tuple[tuple[str, str], ...] = ()
 ) -> list[ConfigProblem]:
-    """Return what is wrong with a preset of the user's, and with those that its ``defaults`` name."""
+    """Return the problems of a user's preset and of the presets in its ``defaults``."""
     path = preset_file(group, name, own)
     if is_shipped(path):
         return []
@@ -341,11 +337,11 @@ def check_own_preset(
 
 
 def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem]:
-    """Set single values given on the command line; the last one wins."""
+    """Set the values given on the command line; the last one wins."""
     problems: list[ConfigProblem] = []
     for argument in arguments:
         if argument.key == "hydra" or argument.key.startswith(("hydra.", "hydra/")):
-            hint = "remove it; embodrl uses Hydra to choose presets only"
+            hint = "remove it; embodrl uses Hydra only to choose presets"
             problems.append(
                 ConfigProblem(
                     argument.key,
@@ -364,19 +360,19 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
         value = None if argument.delete else from_plain(argument.value, argument.origin)
         wrong = put(tree, argument.key, value)
         if wrong:
-            hint = "write an item as KEY.0.NAME=VALUE, or give the whole list, here or in a file for --config"
+            hint = "write an item as KEY.0.NAME=VALUE, or give the whole list, here or in a --config file"
             problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), hint=hint, code="argument-target"))
     return problems
 
 
 def taken_back(arguments: list[Argument]) -> list[ConfigProblem]:
-    """Return a note for each ``~key``: in Hydra it removes a key, here the value of a preset or file alone."""
+    """Return a note for each ``~key``: Hydra removes the key; here only the preset's or file's value goes."""
     return [
         ConfigProblem(
             argument.key,
-            "'~' goes back to the default, not to the value of a preset or of a file",
+            "'~' restores the schema default, not the value of a preset or file",
             str(argument.origin),
-            hint=f"`embodrl config show` prints it; {argument.key}=VALUE gives another",
+            hint=f"`embodrl config show` prints it; {argument.key}=VALUE sets another",
             code="argument-taken-back",
         )
         for argument in arguments
@@ -385,7 +381,7 @@ def taken_back(arguments: list[Argument]) -> list[ConfigProblem]:
 
 
 def repeated(arguments: list[Argument]) -> list[ConfigProblem]:
-    """Return a note for each key that the command line gives several values, of which the last one counts."""
+    """Return a note for each key that the command line sets more than once; the last value counts."""
     given: dict[str, list[Argument]] = {}
     for argument in arguments:
         if not (argument.file or argument.delete) and argument.key != DIRS:
@@ -404,7 +400,7 @@ def repeated(arguments: list[Argument]) -> list[ConfigProblem]:
 
 
 def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigProblem]]:
-    """Take ``presets: {group: name}`` out of a user's file."""
+    """Remove ``presets: {group: name}`` from a user's file and return its choices."""
     problems: list[ConfigProblem] = []
     defaults = tree.children.pop("defaults", None)
     if defaults is not None:
@@ -440,7 +436,7 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
 def _experiment_overridden(
     choices: dict[str, str | None], wanted: dict[str, tuple[object, str]], own_dirs: Sequence[Path]
 ) -> list[ConfigProblem]:
-    """Return the presets that are chosen beside an experiment that consists of others of these groups."""
+    """Return a note for each chosen preset that replaces one of the chosen experiment's own."""
     name = choices.get("experiment")
     if name is None:
         return []
@@ -460,13 +456,13 @@ def _experiment_overridden(
 
 
 def is_choice(argument: Argument) -> bool:
-    """Tell whether an argument chooses a preset rather than a value."""
+    """Return whether an argument chooses a preset rather than sets a value."""
     value = not argument.delete and not isinstance(argument.value, dict)
     return "/" in argument.key or (value and argument.key in groups())
 
 
 def concerning(overrides: list[str], verb: Verb) -> list[str]:
-    """Return the arguments that a verb reads, presets, and what can't be parsed, which each verb reports."""
+    """Return the arguments that a verb reads, presets, and unparsable arguments, which every verb reports."""
     kept: list[str] = []
     for text in overrides:
         arguments, _ = parse_arguments([text])
@@ -478,7 +474,7 @@ def concerning(overrides: list[str], verb: Verb) -> list[str]:
 def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]:
     """Return a tree of a script's mapping; ``{env: toy}`` becomes ``{presets: {env: toy}}``."""
     tree, problems = from_mapping(mapping, Origin("file", "mapping"))
-    # A mapping under the name of a group is the section itself.
+    # A mapping under a group name is the section itself.
     chosen = {name: node for name, node in tree.children.items() if name in groups() and isinstance(node.value, str)}
     for name, node in chosen.items():
         del tree.children[name]
@@ -487,7 +483,7 @@ def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]
 
 
 def take_directories(wanted: dict[str, tuple[Any, str]], problems: list[ConfigProblem]) -> list[str]:
-    """Take the user's directories out of a file's ``presets``."""
+    """Remove the user's directories from a file's ``presets`` and return them."""
     given, origin = wanted.pop("dirs", ([], ""))
     paths = [given] if isinstance(given, str) else given
     if isinstance(paths, list) and all(isinstance(path, str) and path for path in cast(list[object], paths)):
@@ -497,10 +493,11 @@ def take_directories(wanted: dict[str, tuple[Any, str]], problems: list[ConfigPr
 
 
 def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) -> Composition:
-    """Compose presets, then the file or mapping, then the arguments, those of files (``@FILE``) first; the later wins.
+    """Compose presets, then the file or mapping, then the arguments, argument files (``@FILE``) first; later values
+    win.
 
     Raises:
-        ConfigError: a file of arguments can't be read.
+        ConfigError: an argument file can't be read.
     """
     arguments, problems, untrusted = _all_arguments(overrides)
     user = Node({}, Origin("file", "mapping"))
@@ -529,9 +526,9 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
         dirs = {"dirs": (argument.value, str(argument.origin))}
         own = tuple(dict.fromkeys((*own, *own_directories(take_directories(dirs, problems)))))
     problems += directory_problems(own)
-    # Missing ones have just been reported.
+    # Missing presets have just been reported.
     own = tuple(path for path in own if path.is_dir())
-    # The command line wins over the file.
+    # The command line overrides the file.
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}
     choices: dict[str, str | None] = {}
     for group, (name, origin) in wanted.items():
@@ -554,13 +551,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
 
 
 def compose_resolved(path: Path, overrides: list[str], text: str | None = None) -> Composition:
-    """Read a whole configuration, ``DIR/config.yaml`` of a run; presets are not read.
-
-    Args:
-        path: path of the file.
-        overrides: command-line arguments.
-        text: the content to use in place of the file's, e.g. from a checkpoint.
-    """
+    """Read a resolved configuration, e.g. ``RUN/config.yaml`` or ``text`` in its place, without presets."""
     tree, problems = read_yaml(path, str(path), "run") if text is None else parse_yaml(text, str(path), "run")
     untrusted = () if not tree.children or is_trusted(path, tree, text, of_run=True) else (str(path),)
     arguments, wrong = parse_arguments(overrides)

@@ -1,4 +1,4 @@
-"""Files of the hub that the rules of a configuration read, fetched before anything is checked."""
+"""Hub files that configuration rules read, fetched before any check."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ DATA_KEY = "sft.data_dir"
 
 
 def fetch_facts(tree: Node, verb: Verb | None) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
-    """Fetch the small files of the repositories that a configuration names, and put their commits in the tree.
+    """Fetch the small files of the hub repositories in a configuration, and pin their commits in the tree.
 
-    So all rules apply before gigabytes are fetched, and a run and all of its processes use one commit.
+    All rules then apply before gigabytes are downloaded, and all processes of a run use one commit.
 
     Args:
-        tree: a branch or tag in it becomes a commit.
-        verb: those that use no weights fetch nothing.
+        tree: configuration tree; branches and tags in it become commits.
+        verb: verb that the configuration is for; verbs that use no weights fetch nothing.
 
     Returns:
-        What could not be fetched, and notes on the commits.
+        Problems of files that could not be fetched, and notes on the commits.
     """
     problems: list[ConfigProblem] = []
     notes: list[ConfigProblem] = []
@@ -45,6 +45,6 @@ def fetch_facts(tree: Node, verb: Verb | None) -> tuple[list[ConfigProblem], lis
         if not name.is_commit:
             node.value = str(replace(name, revision=place.name))
             message = f"{name} is commit {place.name}"
-            hint = f"{key}={node.value} takes this one again"
+            hint = f"{key}={node.value} pins this commit"
             notes.append(ConfigProblem(key, message, str(node.origin), hint=hint, code="hub-commit"))
     return problems, notes

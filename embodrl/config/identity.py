@@ -1,8 +1,8 @@
-"""What a continuation depends on: the settings that a verb reads, and the data that it reads them with.
+"""Resume identity: the settings that a verb reads, and the data that it reads them with.
 
-What is interrupted keeps a record of it, ``{"version": ..., "settings": {key: value}}``, and continues only with the
-same. The settings themselves are kept, rather than a digest of them, so that the error can say what differs. Settings
-of places, speed, logs and reports do not count.
+Interruptible work keeps a record of it, ``{"version": ..., "settings": {key: value}}``, and resumes only with the same.
+The record holds the settings rather than a digest, so that the error can name the differences. Settings of paths,
+speed, logs and reports do not count.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import cast
 
-from embodrl.config.explain import flow
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
+from embodrl.config.yaml_text import flow
 from embodrl.version import __version__
 
 ABSENT: object = object()
@@ -28,20 +28,20 @@ FREE = (
     r"rollout\.remote(\..*)?",
     r"runner\.(?!seed$).*",
 )
-"""Patterns of settings that change no episode."""
+"""Patterns of settings that do not affect an episode."""
 _SHOWN = 5
 
 
 def settings_read(
     config: Config, verb: Verb, free: Collection[str] = (), only: Collection[str] = ("",)
 ) -> dict[str, object]:
-    """Return what a verb reads, by dotted key, as it comes back from JSON, without what may change.
+    """Return the settings that a verb reads, by dotted key, as they come back from JSON, without those that may change.
 
     Args:
-        config: of the run.
-        verb: that reads it.
+        config: configuration of the run.
+        verb: verb that reads it.
         free: patterns of further keys that may change.
-        only: keys and sections, with their point, that count; by default all.
+        only: keys, and sections with a trailing dot, that count; all by default.
     """
     patterns = re.compile("|".join((*FREE, *free)))
     found = dict(_leaves(config.model_dump(mode="json")))
@@ -55,18 +55,14 @@ def settings_read(
 
 
 def record_of(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return what is kept of the settings of something that may be interrupted; JSON."""
+    """Return the JSON record of the settings of interruptible work."""
     return {"version": __version__, "settings": dict(settings)}
 
 
 def changes(record: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """Return key -> (old, new) of what differs from a record, on either side; ABSENT where one side has no such key.
+    """Return key -> (old, new) of every difference from a record; ABSENT marks a key missing on one side.
 
-    Another version of embodrl has other settings: of a record that it made, the shared ones are compared.
-
-    Args:
-        record: of ``record_of``, maybe of another version.
-        now: the settings now.
+    Other versions of embodrl have other settings, so only the shared keys of their records are compared.
     """
     found = record.get("settings")
     before = cast("Mapping[str, object]", found) if isinstance(found, Mapping) else dict[str, object]()
@@ -77,7 +73,7 @@ def changes(record: Mapping[str, object], now: Mapping[str, object]) -> dict[str
 
 
 def describe(changed: Mapping[str, tuple[object, object]]) -> str:
-    """Return in words which settings have changed, with their values."""
+    """Describe the changed settings and their values in words."""
     named = [f"{key} was {_shown(old)} and is {_shown(new)}" for key, (old, new) in changed.items()]
     return "; ".join(named[:_SHOWN]) + (f"; and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
 
@@ -87,7 +83,7 @@ def _shown(value: object) -> str:
 
 
 def _leaves(value: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the dotted keys of values that are no mappings, and of empty mappings; a list is one value."""
+    """Yield the dotted keys of values that are not mappings, and of empty mappings; a list is one value."""
     if isinstance(value, dict) and value:
         for name, child in cast(dict[str, object], value).items():
             yield from _leaves(child, f"{key}.{name}" if key else name)

@@ -1,4 +1,4 @@
-"""Where simulators have Python environments of their own, made by `embodrl env install`."""
+"""Locations of the simulators' own Python environments, made by `embodrl env install`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 MARKER = "embodrl-environment.json"
-"""Written before anything else, so that what has none was not made here; ``requirements`` are added at the end."""
+"""Marker written first, to recognise environments made here; ``requirements`` is added at the end."""
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "envs" / "requirements"
 
 
 def installable() -> list[str]:
-    """Return the simulators that there are pinned requirements for."""
+    """Return the simulators with pinned requirements."""
     return sorted(path.stem for path in REQUIREMENTS.glob("*.txt"))
 
 
@@ -31,7 +31,9 @@ def requirements(name: str) -> Path:
 
 
 def default_prefix(name: str) -> Path:
-    """Return where a simulator's environment is: ``$EMBODRL_<NAME>_ENV``, or below the user's cache directory."""
+    """Return the path of a simulator's environment: ``$EMBODRL_<NAME>_ENV``, or a path below the user's cache
+    directory.
+    """
     chosen = os.environ.get(f"EMBODRL_{name.upper()}_ENV")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -45,12 +47,12 @@ def python_of(prefix: Path) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """Return what changes when a simulator's pinned packages do."""
+    """Return a fingerprint of a simulator's pinned packages."""
     return hashlib.sha256(requirements(name).read_bytes()).hexdigest()
 
 
 def read_marker(prefix: Path) -> dict[str, object] | None:
-    """Return what `embodrl env install` says of its environment; None if it has not made it."""
+    """Return the marker that `embodrl env install` left in an environment; None if there is none."""
     try:
         content: object = json.loads(read_regular_file(prefix / MARKER, MAX_JSON_BYTES))
     except (OSError, ValueError):
@@ -59,33 +61,33 @@ def read_marker(prefix: Path) -> dict[str, object] | None:
 
 
 def installed_python(name: str) -> Path | None:
-    """Return the interpreter of a simulator's environment, or None where there is no whole one."""
+    """Return the interpreter of a simulator's environment, or None if the environment is missing or incomplete."""
     prefix = default_prefix(name)
     python = python_of(prefix)
     return python if is_whole(name, prefix) else None
 
 
 def is_whole(name: str, prefix: Path) -> bool:
-    """Return whether `embodrl env install` has made a simulator's environment, and has come to its end."""
+    """Return whether `embodrl env install` has made a simulator's environment completely."""
     marker = read_marker(prefix) or {}
     return marker.get("name") == name and "requirements" in marker and os.access(python_of(prefix), os.X_OK)
 
 
 def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a piece of code in an interpreter, which sees what a simulator process there would see.
+    """Run code in an interpreter with the module search path of a simulator process.
 
     Raises:
-        OSError: it can't be started.
-        subprocess.TimeoutExpired: it hangs.
+        OSError: the interpreter can't be started.
+        subprocess.TimeoutExpired: the interpreter hangs.
     """
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    # Without the current directory, which may be a run of somebody else; -P is not known before Python 3.11.
+    # Drop the current directory, which may be another user's run; -P needs Python 3.11.
     command = [python, "-c", f"import sys; sys.path.pop(0)\n{code}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
 
 
 def interpreter_of(config: Config) -> str | None:
-    """Return the interpreter of the simulator processes; None is this one."""
+    """Return the interpreter of the simulator processes; None is the current one."""
     if config.env.python != AUTO:
         return config.env.python
     found = installed_python(config.env.env_type)

@@ -1,4 +1,4 @@
-"""Load a configuration: compose, check types, run the rules, and report every problem at once."""
+"""Load a configuration: compose it, check types, run the rules, and report every problem at once."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb
 from embodrl.config.trust import untrusted_code
+from embodrl.config.yaml_text import to_yaml
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.names import nearest
@@ -33,7 +34,7 @@ from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES
 from embodrl.user_code import guard_user_code
 
 WITHOUT_ENTRIES: set[str] = set()
-"""Extensions whose import registered nothing. Only the first import of a module shows it."""
+"""Extensions whose import registered nothing, remembered because only the first import of a module shows it."""
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -43,11 +44,11 @@ class LoadedConfig:
 
     Attributes:
         config: the typed values.
-        origins: dotted key of every value -> where it came from.
+        origins: dotted key of every value -> its origin.
         choices: preset group -> preset, as far as the user chose.
-        notes: settings that are allowed but have no effect or an odd one here.
-        processes: what ``env.num_processes: auto`` became; None where a number was given.
-        obstacles: reasons why the run of a plan could not be started on this machine.
+        notes: settings that are allowed but have no effect or a surprising one.
+        processes: the choice for ``env.num_processes: auto``; None where a number was given.
+        obstacles: reasons why a planned run could not start on this machine.
     """
 
     config: Config
@@ -60,26 +61,26 @@ class LoadedConfig:
 
     @property
     def deployment(self) -> Deployment:
-        """Where everything of the run is.
+        """Placement of all components of the run.
 
         Raises:
-            EmbodrlError: a GPU is asked for, and the machine does not list any.
+            EmbodrlError: a GPU is requested, and the machine lists none.
         """
         return self.solution.deployment
 
     def with_config(self, config: Config) -> Self:
-        """Return the same with other, valid values; what is placed follows them."""
+        """Return a copy with other, valid values and the placement that follows from them."""
         return replace(self, config=config, solution=solve(config, self.solution.machine, self.solution.planning))
 
     def with_processes(self, number: int) -> Self:
-        """Return the same with the measured number of simulator processes in place of ``auto``."""
+        """Return a copy with the measured number of simulator processes in place of ``auto``."""
         assert self.processes is not None
         env = self.config.env.model_copy(update={"num_processes": number})
         loaded = self.with_config(self.config.model_copy(update={"env": env}))
         return replace(loaded, processes=replace(self.processes, num_processes=number, measured=True))
 
     def with_absolute_paths(self) -> Self:
-        """Return the same with absolute paths to the files of the model, so that it holds from any directory."""
+        """Return a copy with absolute paths to the model's files, so that it is valid from any directory."""
         model = self.config.model
         changes = {
             name: str(Path(text).expanduser().absolute())
@@ -90,9 +91,7 @@ class LoadedConfig:
         return replace(self, config=config)
 
     def to_yaml(self, with_origin: bool = False) -> str:
-        """Return the whole configuration as YAML that ``load_resolved`` reads, with origins as comments if wanted."""
-        from embodrl.config.explain import to_yaml
-
+        """Return the whole configuration as YAML that ``load_resolved`` reads, optionally with origins as comments."""
         return to_yaml(self.config, self.origins if with_origin else None)
 
 
@@ -108,19 +107,19 @@ def load_config(
 
     Args:
         overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
-        config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
-            which ``{group: name}`` chooses a preset, too.
-        verb: what the configuration is for: settings that it does not read are not checked, and refused
-            on the command line. With ``plan`` machines may be described that are not there. None checks everything.
-        further_rules: rules of packages above this one, reported together with its own.
-        trust: the settings of a run that another user started may run code.
-        made_before: paths that need not exist yet, since earlier stages of a recipe make them.
+        config_file: user's YAML file: values, and ``presets: {group: name}``; or the same as a mapping, in which
+            ``{group: name}`` chooses a preset, too.
+        verb: verb that the configuration is for: settings that the verb does not read are not checked, and are refused
+            on the command line. ``plan`` accepts descriptions of absent machines. None checks everything.
+        further_rules: rules of packages above this one, reported together with the rules here.
+        trust: let the settings of a run that another user started run code.
+        made_before: paths that need not exist yet, since earlier stages of a recipe create them.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: the configuration is invalid; lists every problem found.
     """
     composition = compose(overrides, config_file)
-    # Before ``finish``, which imports what the settings name.
+    # Before ``finish``, which imports modules that the settings name.
     refuse_untrusted_code(composition, trust)
     return finish(composition, verb, further_rules=further_rules, made_before=made_before)
 
@@ -134,19 +133,19 @@ def load_run(
     trust: bool = False,
     text: str | None = None,
 ) -> LoadedConfig:
-    """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets are not read.
+    """Load the whole configuration that a run wrote, e.g. ``RUN/config.yaml``; presets are not read.
 
     Args:
-        path: path of the file.
+        path: configuration file.
         overrides: command-line arguments.
         verb: see ``load_config``.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
         further_rules: see ``load_config``.
         trust: see ``load_config``.
-        text: the content to use in place of the file's, e.g. from a checkpoint.
+        text: content used in place of the file's, e.g. from a checkpoint.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: the configuration is invalid; lists every problem found.
     """
     composition = compose_resolved(path, overrides or [], text)
     refuse_untrusted_code(composition, trust)
@@ -157,9 +156,9 @@ def load_run(
 
 
 def _keep_schedule(composition: Composition, before: Node) -> None:
-    """Keep the length of the learning-rate schedule where a run is resumed with another number of iterations.
+    """Keep the length of the learning-rate schedule when a run resumes with another number of iterations.
 
-    Stretched over the new number, the learning rate would jump back up, to Adam's moments of the end of a run.
+    Stretched over the new number, the learning rate would jump back up while Adam keeps the moments of the run's end.
     """
     key = "actor.optim.schedule_iterations"
     planned, now = (lookup(tree, "runner.max_iterations") for tree in (before, composition.tree))
@@ -167,7 +166,7 @@ def _keep_schedule(composition: Composition, before: Node) -> None:
     length = lookup(composition.tree, key)
     if planned is None or now is None or optim is None or planned.value == now.value:
         return
-    # A null that the run wrote is no wish of the user's.
+    # A null that the run wrote is not a request of the user.
     if length is None or (length.value is None and length.origin.kind == "run"):
         optim.children["schedule_iterations"] = from_plain(planned.value, planned.origin)
         message = f"stays at {planned.value}, as the run was started: after that the learning rate is constant"
@@ -176,18 +175,18 @@ def _keep_schedule(composition: Composition, before: Node) -> None:
 
 
 def _leave_graph_to_the_loss(composition: Composition) -> None:
-    """Take out the name of an algorithm that a run gives its graph: algorithms shared graphs of several names once."""
+    """Drop an algorithm name that an older run stored as its graph; algorithms once named shared graphs."""
     node = lookup(composition.tree, "pipeline.name")
     if node is None or node.origin.kind != "run" or node.value in PIPELINES or of_algorithm(str(node.value)) is None:
         return
-    message = f"'{node.value}' is the name of an algorithm: the loss says which graph an iteration walks"
+    message = f"'{node.value}' is the name of an algorithm; the loss determines the graph of an iteration"
     note = ConfigProblem("pipeline.name", message, str(node.origin), hint="leave it out", code="pipeline-renamed")
     composition.notes.append(note)
     node.value = None
 
 
 def refuse_untrusted_code(composition: Composition, trust: bool) -> None:
-    """Raise before anything is imported that only an untrusted file names."""
+    """Raise if only an untrusted file names code, before anything is imported."""
     if composition.untrusted and not trust:
         problems = untrusted_code(composition.tree, composition.untrusted)
         if problems:
@@ -195,7 +194,7 @@ def refuse_untrusted_code(composition: Composition, trust: bool) -> None:
 
 
 def load_resolved(path: Path, overrides: list[str] | None = None) -> Config:
-    """As ``load_run``, without origins."""
+    """Load a configuration like ``load_run``, without origins."""
     return load_run(path, overrides).config
 
 
@@ -206,9 +205,9 @@ def finish(
     further_rules: Sequence[Rule] = (),
     made_before: tuple[str, ...] = (),
 ) -> LoadedConfig:
-    """Check a composed tree; raise everything that is wrong with it."""
+    """Check a composed tree; raise every problem at once."""
     tree = composition.tree
-    not_imported, without_entries = import_extensions(tree)  # first: they bring settings
+    not_imported, without_entries = import_extensions(tree)  # first: extensions add settings
     removed = remove_special(tree, schema_of(tree))
     not_fetched, commits = fetch_facts(tree, verb)
     fill_derived(tree)
@@ -223,7 +222,7 @@ def finish(
     processes = fill_processes(tree, schema)
     config, invalid, wrong = validate(tree, schema, verb)
     problems += wrong
-    # Rules that read one of these keys would judge its default.
+    # Rules that read one of these keys would check its default.
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
     context = Context(config, tree, solution, resuming, verb, made_before, composition.choices)
@@ -240,7 +239,7 @@ def finish(
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:
-    """Return the origin of a value: its own, or that of the list or single value that holds it; else the schema."""
+    """Return the origin of a value: its own or that of the list or scalar that holds it; otherwise the schema."""
     node = lookup(tree, key)
     if node is not None:
         return node.origin
@@ -262,7 +261,7 @@ def leaf_keys(value: object, key: str = "") -> list[str]:
 
 
 def fill_derived(tree: Node) -> None:
-    """Add settings that follow from others, where they are not given."""
+    """Add unset settings that follow from others."""
     env = lookup(tree, "env")
     env_type = lookup(tree, "env.env_type")
     name = env_type.value if env_type is not None else None
@@ -274,7 +273,7 @@ def fill_derived(tree: Node) -> None:
         origin = Origin("preset", f"follows from {key}")
         for name, value in filled.items():
             present = lookup(tree, name)
-            if present is None or present.origin.kind in ("schema", "preset"):  # neither the user's nor a run's
+            if present is None or present.origin.kind in ("schema", "preset"):  # set neither by the user nor by a run
                 put(tree, name, from_plain(value, origin))
     if spec.derive is None:
         return
@@ -287,10 +286,10 @@ def fill_derived(tree: Node) -> None:
 
 
 def fill_freeze_vision(tree: Node) -> None:
-    """Freeze the vision of a warm start that learns from reward, where ``model.freeze_vision`` is not given.
+    """Freeze the vision encoder of a warm start that learns from reward, unless ``model.freeze_vision`` is set.
 
-    Families that keep vision features compute them once then, as they act. Those of a published size take much more
-    memory than the pictures, and an imitating policy has its vision to train: they stay as they are.
+    Families that cache vision features then compute them only once, while acting. Not for published models, whose
+    features take much more memory than the images, nor for imitation, which trains the vision encoder.
     """
 
     def value(key: str) -> object:
@@ -312,7 +311,7 @@ def fill_freeze_vision(tree: Node) -> None:
 
 
 def fill_precision(tree: Node) -> None:
-    """Let rollouts compute in the precision of training, where ``rollout.precision`` is auto."""
+    """Let rollouts use the training precision where ``rollout.precision`` is auto."""
     trained = lookup(tree, "actor.precision")
     acting = lookup(tree, "rollout.precision")
     if trained is None or trained.value == "auto" or (acting is not None and acting.value != "auto"):
@@ -321,7 +320,7 @@ def fill_precision(tree: Node) -> None:
 
 
 def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
-    """Take out keys such as ``_target_`` and values such as ``???``, and say so."""
+    """Remove keys such as ``_target_`` and values such as ``???``, and report them."""
     problems: list[ConfigProblem] = []
     for key, node in list(walk(tree)):
         for name, child in list(node.children.items()):
@@ -337,9 +336,7 @@ def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
                 del node.children[name]
             elif SPECIAL_KEY.fullmatch(name):
                 hint = "remove it; models, environments and algorithms are chosen by their registered names"
-                message = (
-                    "names an object to build; embodrl never builds objects or calls functions from a configuration"
-                )
+                message = "names an object to build; embodrl never builds objects or calls functions from a config"
                 problems.append(ConfigProblem(full, message, str(child.origin), hint=hint, code="config-special-key"))
                 del node.children[name]
             elif child.value == "???":
@@ -360,12 +357,12 @@ def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
 
 
 def resolve_references(tree: Node) -> list[ConfigProblem]:
-    """Replace ``${section.key}`` by the value of that key. Resolvers such as ``${oc.env:HOME}`` are refused."""
+    """Replace ``${section.key}`` by the value of that key; resolvers such as ``${oc.env:HOME}`` are refused."""
     found = [(key, node) for key, node in walk(tree) if isinstance(node.value, str) and "${" in node.value]
     if not found:
         return []
     problems: list[ConfigProblem] = []
-    # As JSON, in which defaults look as the values of a file do.
+    # As JSON, so that defaults look like values from a file.
     defaults: dict[str, object] = json.loads(with_every_section(schema_of(tree))().model_dump_json())
     known = leaf_keys(defaults)
     for key, node in found:
@@ -381,13 +378,13 @@ def resolve_references(tree: Node) -> list[ConfigProblem]:
                 ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint, code="config-reference")
             )
     for problem in problems:
-        # The schema would complain about the text of a reference once more.
+        # Otherwise the schema would report the text of a reference again.
         prune(tree, problem.key)
     return problems
 
 
 def expand(tree: Node, defaults: dict[str, Any], text: str, seen: tuple[str, ...]) -> Any:
-    """Return the text with its references replaced; a lone reference keeps the type of the value.
+    """Return the text with its references replaced; a lone reference keeps the type of its value.
 
     Raises:
         LookupError: ``(reference, reason)``.
@@ -397,7 +394,7 @@ def expand(tree: Node, defaults: dict[str, Any], text: str, seen: tuple[str, ...
         if ":" in name:
             raise LookupError(name, "calls a resolver")
         if name in seen:
-            raise LookupError(name, "goes round in a circle")
+            raise LookupError(name, "is circular")
         node = lookup(tree, name)
         value: Any = defaults
         if node is not None:
@@ -420,30 +417,30 @@ def expand(tree: Node, defaults: dict[str, Any], text: str, seen: tuple[str, ...
 
 
 def import_extensions(tree: Node) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
-    """Import the modules that ``extensions`` names, so that what they register is known to the rules.
+    """Import the modules in ``extensions``, so that the rules know what they register.
 
     Returns:
-        What could not be imported, and notes on modules that register nothing.
+        Problems of modules that could not be imported, and notes on modules that register nothing.
     """
     section = lookup(tree, "extensions")
     problems: list[ConfigProblem] = []
     notes: list[ConfigProblem] = []
     for item in section.items if section is not None else []:
         if not isinstance(item.value, str):
-            continue  # the schema reports it
+            continue  # the schema reports invalid types
         problem = import_extension(item.value, str(item.origin))
         if problem is not None:
             problems.append(problem)
         elif item.value in WITHOUT_ENTRIES:
             message = f"'{item.value}' registers no environment, model, estimator, loss or pipeline"
-            hint = "leave it out, unless importing it has another effect that is wanted"
+            hint = "remove it, unless importing it has another intended effect"
             code = "extension-registers-nothing"
             notes.append(ConfigProblem("extensions", message, str(item.origin), hint=hint, code=code))
     return problems, notes
 
 
 def without_consequences(problems: list[ConfigProblem], config: Config) -> list[ConfigProblem]:
-    """Leave out what follows from an extension that was not imported: the names and settings that it registers."""
+    """Drop problems that follow from an extension that failed to import, e.g. names it would register."""
     left_out = {("env.env_type", "env-is-registered"), ("model.model_type", "model-is-registered")}
     sections = [
         section
@@ -462,7 +459,7 @@ def without_consequences(problems: list[ConfigProblem], config: Config) -> list[
 
 
 def import_extension(name: str, origin: str) -> ConfigProblem | None:
-    """Import a module; return what is wrong with it, or None."""
+    """Import a module; return the problem, or None."""
     import importlib
     import importlib.util
 
@@ -470,15 +467,15 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
         return ConfigProblem("extensions", message, origin, allowed, hint=hint, code="extension-import")
 
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name):
-        hint = "write package.module; the module registers what it offers"
-        return problem(f"'{name}' is not the name of a module", hint, "package.module")
+        hint = "write package.module; the module registers its parts"
+        return problem(f"'{name}' is not a module name", hint, "package.module")
     try:
         found = importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         found = False
     if not found:
-        hint = "install the package it is in, or put its directory on PYTHONPATH"
-        return problem(f"there is no module '{name}'", hint, "package.module")
+        hint = "install its package, or put its directory on PYTHONPATH"
+        return problem(f"no module '{name}'", hint, "package.module")
     if name.partition(".")[0] in sys.stdlib_module_names:
         message = f"'{name}' belongs to Python's standard library and registers nothing"
         return problem(message, "name the module that calls embodrl.register_env, register_model, ...")
@@ -488,7 +485,7 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
         # A module may call sys.exit or os._exit, which would end the command without a message.
         with guard_user_code(f"importing '{name}'"):
             importlib.import_module(name)
-    except EmbodrlError as error:  # of a registration: its own hint and code say what to write there
+    except EmbodrlError as error:  # from a registration: its own hint and code say what to change
         message = f"importing '{name}' failed: {error.message}"
         return ConfigProblem("extensions", message, origin, hint=error.hint, code=error.code)
     except Exception as error:  # noqa: BLE001  (a custom module may raise anything; it is reported)

@@ -1,4 +1,4 @@
-"""YAML with a memory: every value knows the file and line, or the argument, that it came from. Runs no code."""
+"""YAML with origins: every value knows the file and line, or the argument, that it came from. Runs no code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from embodrl.fields import open_regular_file
 
 INT = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
-# With these bounds a hostile file is refused within a second, whatever it nests, repeats or counts.
+# These bounds refuse a hostile file within a second, whatever it nests, repeats or counts.
 MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 10_000
 MAX_DEPTH = 20
@@ -27,15 +27,15 @@ MAX_DIGITS = 100
 SPECIAL_KEY = re.compile(r"_[a-z]+_")
 STANDARD_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:str")
 DOTTED_NAMES = ("sft.keys",)
-"""Mappings of names, not sections: a name may be ``images.top``."""
+"""Mappings with free names rather than sections: a name may be ``images.top``."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from.
+    """Source of a value.
 
     Attributes:
-        kind: ``schema``, ``preset``, ``run`` (the file that a run wrote), ``file`` or ``argument``.
+        kind: ``schema``, ``preset``, ``run`` (file that a run wrote), ``file`` or ``argument``.
         source: file name, or the argument as written.
         line: line in the file, from 1; 0 if there is none.
     """
@@ -46,7 +46,7 @@ class Origin:
 
     @property
     def by_user(self) -> bool:
-        """The user wrote it, as opposed to a shipped preset or the schema."""
+        """Whether the user wrote the value, as opposed to a shipped preset or the schema."""
         return self.kind in ("file", "argument")
 
     def __str__(self) -> str:
@@ -70,13 +70,13 @@ class Node:
 
     @property
     def children(self) -> dict[str, Node]:
-        """The nodes of a mapping; empty for anything else."""
+        """Nodes of a mapping; empty for anything else."""
         is_mapping = isinstance(self.value, dict)
         return self.value if is_mapping else {}
 
     @property
     def items(self) -> list[Node]:
-        """The nodes of a list; empty for anything else."""
+        """Nodes of a list; empty for anything else."""
         is_list = isinstance(self.value, list)
         return self.value if is_list else []
 
@@ -90,7 +90,7 @@ class Node:
 
 
 def from_plain(value: Any, origin: Origin) -> Node:
-    """Return a tree whose nodes all have that origin."""
+    """Return a tree whose nodes all have the given origin."""
     if isinstance(value, dict):
         mapping = cast(dict[Any, Any], value)
         return Node({str(key): from_plain(child, origin) for key, child in mapping.items()}, origin)
@@ -100,7 +100,7 @@ def from_plain(value: Any, origin: Origin) -> Node:
 
 
 def from_mapping(mapping: Mapping[Any, Any], origin: Origin) -> tuple[Node, list[ConfigProblem]]:
-    """Return the tree of a script's mapping, which may hold anything, and what is wrong with it."""
+    """Return the tree of a script's mapping, which may hold anything, and its problems."""
     problems: list[ConfigProblem] = []
     count = 0
 
@@ -111,7 +111,7 @@ def from_mapping(mapping: Mapping[Any, Any], origin: Origin) -> tuple[Node, list
     def read(value: Any, key: str, depth: int) -> Node:
         nonlocal count
         count += 1
-        if depth > MAX_DEPTH or count > MAX_NODES:  # a mapping that holds itself is infinitely deep
+        if depth > MAX_DEPTH or count > MAX_NODES:  # a mapping that contains itself is infinitely deep
             if problems and problems[-1].code == "config-mapping-size":
                 return Node(None, origin)
             message = f"is nested more than {MAX_DEPTH} levels deep, or has more than {MAX_NODES} values"
@@ -138,7 +138,7 @@ def from_mapping(mapping: Mapping[Any, Any], origin: Origin) -> tuple[Node, list
 
 
 def walk(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield ``(dotted key, node)`` of every node, parents first; list items have their index as a key part."""
+    """Yield ``(dotted key, node)`` of every node, parents first; list indices are key parts."""
     yield key, node
     parts = [*node.children.items(), *((str(index), item) for index, item in enumerate(node.items))]
     for name, child in parts:
@@ -159,7 +159,7 @@ def lookup(root: Node, key: str) -> Node | None:
 
 
 def origin_of(root: Node, key: str) -> Origin:
-    """Return the origin of a key, or of its nearest parent that is in the tree."""
+    """Return the origin of a key, or of its nearest ancestor in the tree."""
     while key:
         node = lookup(root, key)
         if node is not None:
@@ -168,12 +168,12 @@ def origin_of(root: Node, key: str) -> Origin:
     return SCHEMA
 
 
-# Mappings whose keys are the user's own: a later one replaces an earlier one instead of being merged into it.
+# Mappings with free keys: a later one replaces an earlier one instead of being merged into it.
 REPLACED = ("cluster.component_placement",)
 
 
 def merge(base: Node, extra: Node, key: str = "") -> None:
-    """Lay ``extra`` over ``base``: mappings are merged, everything else is replaced."""
+    """Merge ``extra`` into ``base``: mappings are merged, everything else is replaced."""
     for name, child in extra.children.items():
         full = f"{key}.{name}" if key else name
         mine = base.children.get(name)
@@ -184,17 +184,17 @@ def merge(base: Node, extra: Node, key: str = "") -> None:
 
 
 def copy(node: Node) -> Node:
-    """Return a copy that can be changed without changing the original."""
+    """Return a deep copy of a node."""
     if isinstance(node.value, dict):
         return Node({name: copy(child) for name, child in node.children.items()}, node.origin)
     return Node(node.value, node.origin)
 
 
 def put(tree: Node, key: str, value: Node | None) -> str:
-    """Set the value of a dotted key, or remove it if ``value`` is None.
+    """Set the value of a dotted key, or remove the key if ``value`` is None.
 
     Returns:
-        What is wrong; "" if nothing.
+        The problem, or "".
     """
     parts = key.split(".")
     node = tree
@@ -209,16 +209,16 @@ def put(tree: Node, key: str, value: Node | None) -> str:
                 return ""
             node.children[part] = Node({}, value.origin)
         node = node.children[part]
-        # A section that a file leaves empty is null.
+        # An empty section in a file is null.
         if node.value is None:
             node.value = {}
         if type(node.value) not in (dict, list):
-            return f"'{'.'.join(parts[: depth + 1])}' is a single value without keys of its own"
+            return f"'{'.'.join(parts[: depth + 1])}' is a single value without keys"
     return _put_last(node, key, value)
 
 
 def _put_last(node: Node, key: str, value: Node | None) -> str:
-    """Set or remove the last part of a dotted key in the node that holds it; return what is wrong."""
+    """Set or remove the last part of a dotted key in the node that holds it; return the problem, or ""."""
     parent, _, last = key.rpartition(".")
     if isinstance(node.value, list):
         wrong = _no_item(node, parent, last)
@@ -235,11 +235,10 @@ def _put_last(node: Node, key: str, value: Node | None) -> str:
 
 
 def _no_item(node: Node, key: str, part: str) -> str:
-    """Return why a list has no such item; "" if it has."""
     if part.isdigit() and int(part) < len(node.items):
         return ""
     count = len(node.items)
-    return f"'{key}' is a list with {count} item{'s' if count != 1 else ''}, numbered from 0, and none is '{part}'"
+    return f"'{key}' is a list with {count} item{'s' if count != 1 else ''}, numbered from 0, and has no item '{part}'"
 
 
 def lookup_child(node: Node, name: str) -> object:
@@ -249,7 +248,7 @@ def lookup_child(node: Node, name: str) -> object:
 
 
 def parse_scalar(text: str) -> object:
-    """Return the value of a plain YAML scalar: null, true, false, integers, floats; everything else is text.
+    """Return the value of a plain YAML scalar: null, true, false, integers and floats; everything else is text.
 
     ``yes``, ``no``, ``on`` and ``off`` are text, as in YAML 1.2; ``1e-3`` is a number.
     """
@@ -266,7 +265,7 @@ def parse_scalar(text: str) -> object:
 
 
 class _Reader:
-    """Turns yaml's nodes into ours and notes what is wrong."""
+    """Converts PyYAML nodes into ``Node`` and collects problems."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name = name
@@ -379,25 +378,20 @@ class _Loader(_SafeLoader):
 
 
 def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:
-    """Read a YAML mapping.
-
-    Args:
-        path: the file.
-        name: how reports call it.
-        kind: ``file`` or ``preset``.
+    """Read a YAML mapping, called ``name`` in reports; ``kind`` is ``file`` or ``preset``.
 
     Returns:
-        The tree (an empty mapping where the file can't be read) and what is wrong with the file.
+        The tree (an empty mapping if the file can't be read) and the problems of the file.
     """
     empty = Node({}, Origin(kind, name))
     try:
         content = _read_bounded(path)
         if len(content) > MAX_FILE_BYTES:
-            message, hint = f"is larger than {MAX_FILE_BYTES // 1024} KiB", "give a configuration; it has a few KiB"
+            message, hint = f"is larger than {MAX_FILE_BYTES // 1024} KiB", "pass a configuration, which has a few KiB"
             return empty, [ConfigProblem("(file)", message, name, hint=hint, code="config-yaml-size")]
         text = content.decode()
-    except (OSError, ValueError) as error:  # a zero byte in the path, or no UTF-8
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError) as error:  # a zero byte in the path, or not UTF-8
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         message = f"can't read '{name}': {reason}"
         hint = "give the path of a readable YAML file"
         return empty, [ConfigProblem("(file)", message, name, hint=hint, code="config-file-unreadable")]
@@ -405,23 +399,17 @@ def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[Con
 
 
 def _read_bounded(path: Path) -> bytes:
-    """Return at most one byte more than a configuration may have.
-
-    Raises:
-        OSError: it can't be read, or is not a regular file: a pipe or a device might never end.
-    """
+    """Return at most a byte more than a configuration may have; OSError for pipes and devices, which may never end."""
     with open_regular_file(path, follow_links=True) as file:
         return file.read(MAX_FILE_BYTES + 1)
 
 
 def _too_deep(name: str) -> ConfigProblem:
-    return ConfigProblem(
-        "(file)", "is nested far too deep", name, hint="write at most 20 levels", code="config-yaml-depth"
-    )
+    return ConfigProblem("(file)", "is nested too deeply", name, hint="use at most 20 levels", code="config-yaml-depth")
 
 
 def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:
-    """Parse the text of a YAML mapping; as ``read_yaml``."""
+    """Parse the text of a YAML mapping, as ``read_yaml`` does."""
     empty = Node({}, Origin(kind, name))
     reader = _Reader(name, kind)
     try:
@@ -432,7 +420,7 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
         mark = error.problem_mark
         line = min(int(mark.line), text.count("\n")) + 1 if mark else 0  # libyaml ends a line too late
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
-        hint = "fix the YAML: indent the keys of one mapping alike, with spaces, and put a space after each colon"
+        hint = "fix the YAML: indent the keys of a mapping equally, with spaces, and put a space after each colon"
         return empty, [
             ConfigProblem("(file)", f"is not YAML: {what}", f"{name}:{line}", hint=hint, code="config-yaml-syntax")
         ]
@@ -453,7 +441,7 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
         return empty, [
             ConfigProblem(
                 "(file)",
-                "has several YAML documents",
+                "contains several YAML documents",
                 origin,
                 hint="remove the '---' between them",
                 code="config-yaml-documents",

@@ -1,4 +1,4 @@
-"""Names that users of other systems type, and what they are called here."""
+"""Names and keys that users of other systems type, and their counterparts here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
     {
         ("model", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
         ("model", "pi0.5"): ("pi05", "write model=pi05"),
-        ("rollout", "sglang"): ("vllm", "SGLang is not supported; write rollout=vllm, or rollout=native"),
+        ("rollout", "sglang"): ("vllm", "SGLang is not supported; write rollout=vllm or rollout=native"),
         ("rollout", "hf"): ("native", "write rollout=native"),
         ("rollout", "huggingface"): ("native", "write rollout=native"),
         ("rollout.backend", "huggingface"): ("native", "write rollout.backend=native"),
@@ -22,11 +22,11 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
         ("model.model_type", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
         ("cluster", "colocated"): (
             "",
-            "processes share devices by default: leave cluster out, or see docs/placement.md",
+            "processes share devices by default: remove the cluster setting, or see docs/placement.md",
         ),
         ("cluster", "disaggregated"): (
             "",
-            "write actor=fsdp cluster.placement=auto runner.max_staleness=1, or with a GPU for each of the two"
+            "write actor=fsdp cluster.placement=auto runner.max_staleness=1, or, with one GPU for each,"
             " 'cluster.component_placement={actor:0,rollout:1,env:1}'",
         ),
         ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
@@ -59,17 +59,17 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
         for name, found in {
             "act": (
                 "lerobot",
-                "write model=lerobot model.model_path=DIR, which evaluates policies of LeRobot (docs/models.md)",
+                "write model=lerobot model.model_path=DIR, which evaluates LeRobot policies (docs/models.md)",
             ),
             "octo": (
                 "",
-                "Octo is not built in; register a model of your own (docs/models.md), serve it (model=remote), or take"
-                " a policy of LeRobot (model=lerobot)",
+                "Octo is not built in; register a model of your own (docs/models.md), serve it (model=remote), or use"
+                " a LeRobot policy (model=lerobot)",
             ),
         }.items()
     }
 )
-"""(preset group or key, name elsewhere in lower case) -> (present name, "" if there is none; what to write)."""
+"""(preset group or key, lower-case name elsewhere) -> (name here, "" if there is none; hint)."""
 
 
 MEANT = {
@@ -104,12 +104,12 @@ MEANT = {
     "name": "runner.name",
     "steps": "runner.max_iterations",
 }
-"""Names of other libraries, and short ones, with the key that is meant."""
+"""Short names, and names in other libraries -> the intended key."""
 _MODEL_PATH = ("model.model_path", "write model.model_path=DIR-or-hub-id with the preset of its family, model=NAME")
 _BATCH = ("actor.global_batch_size", "write actor.global_batch_size, or actor.micro_batch_size for one pass")
 _GPUS = (
     "cluster.placement",
-    "write actor=fsdp cluster.placement=auto, which takes all GPUs that fit the batches; fewer are named, as in"
+    "write actor=fsdp cluster.placement=auto, which uses all GPUs that fit the batches; choose fewer with, e.g.,"
     " actor=fsdp 'cluster.component_placement={actor:0-1,rollout:0-1,env:all}'; cluster=8xh100 describes them to"
     " `embodrl plan`",
 )
@@ -123,10 +123,13 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     "actor.bs": _BATCH,
     "actor.lr": ("actor.optim.lr", "write actor.optim.lr"),
     "actor.optim.learning_rate": ("actor.optim.lr", "write actor.optim.lr"),
-    "env.eval.video_cfg": ("env.video", "write env.video.enabled=true, which films evaluations"),
-    "resume": ("", "write `embodrl resume RUN`, and what is to change after it"),
-    "config_name": ("", "presets are chosen as GROUP=NAME, e.g. experiment=pick_cube; a YAML file by --config FILE"),
-    "config_path": ("", "a YAML file is given by --config FILE, a directory of presets by --presets DIR"),
+    "env.eval.video_cfg": ("env.video", "write env.video.enabled=true, which records evaluations"),
+    "resume": ("", "write `embodrl resume RUN`, followed by the changes"),
+    "config_name": (
+        "",
+        "choose a preset with GROUP=NAME, e.g. experiment=pick_cube, and a YAML file with --config FILE",
+    ),
+    "config_path": ("", "pass a YAML file with --config FILE, a directory of presets with --presets DIR"),
     "policy.type": ("model", "write model=NAME, a preset of `embodrl list presets`"),
     "policy.path": _MODEL_PATH,
     "env.task": ("env.tasks", "write env.tasks=[TASK]"),
@@ -141,24 +144,24 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     "env.num_envs": ("env.train.total_num_envs", "write env.train.total_num_envs, over all processes"),
     "rollout.model": (
         "model",
-        "remove it: rollouts act with the policy that trains, which the section model describes",
+        "remove it: rollouts act with the trained policy, which section model describes",
     ),
     "algorithm.replay_buffer": ("algorithm.off_policy", "write algorithm.off_policy.capacity, in observations"),
     "rollout.sampling_params": ("algorithm.sampling", "write algorithm.sampling.temperature and top_k"),
     "rollout.vllm.tensor_parallel_size": (
         "",
-        "remove it: a rollout process holds a whole policy; cluster.component_placement gives rollouts more GPUs",
+        "remove it: each rollout process holds a whole policy; cluster.component_placement gives rollouts more GPUs",
     ),
 }
-"""Dotted key elsewhere -> (present key, "" if there is none; what to write)."""
+"""Dotted key elsewhere -> (key here, "" if there is none; hint)."""
 
 
 def key_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None:
-    """Return the present key and a hint for one of another system; None if it is not known.
+    """Return the key here and a hint for a key of another system; None if the key is unknown there, too.
 
     Args:
-        key: that is not known here, or the first part of it.
-        given: tells whether the configuration has a longer key.
+        key: key that is unknown here, or its first part.
+        given: returns whether the configuration has a longer key.
     """
     for full, found in OTHER_KEYS.items():
         if full == key or (full.startswith(f"{key}.") and given(full)):
@@ -167,5 +170,5 @@ def key_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None
 
 
 def advice(key: str, name: str) -> tuple[str, str] | None:
-    """Return the nearest name here and a hint for a name of another system; None if it is not known."""
+    """Return the nearest name here and a hint for a name of another system; None if the name is unknown there, too."""
     return OTHER_NAMES.get((key, name.lower()))

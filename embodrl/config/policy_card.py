@@ -1,4 +1,6 @@
-"""``embodrl.json`` beside a policy: what it was trained for. Read by a configuration's rules, so without torch."""
+"""Policy card, ``embodrl.json`` next to a policy: its training setup. Configuration rules read it, so torch is not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from embodrl.specs import ENVS, MODELS
 
 CARD_FILE = "embodrl.json"
 ADAPTER_CONFIG = "adapter_config.json"
-"""Of adapters in peft's layout."""
+"""Adapter settings in peft's layout."""
 BUILTIN = "builtin"
 SHIPPED_POLICY = Path(__file__).parents[1] / "assets" / "openvla_tiny"
 CAMERA_KEYS = ("name", "height", "width", "fov_rad", "eye", "target")
 
 
 def without_weights(model: ModelConfig) -> str:
-    """Return why a policy of this section would be random; "" if something names weights or a server that has them."""
+    """Return why this model section would give a random policy; "" if it names weights or a server that has them."""
     family = MODELS.entry(model.model_type) if model.model_type in MODELS else None
     if model.model_path is not None or model.warm_start is not None or (family is not None and family.only_acts):
         return ""
@@ -31,12 +33,7 @@ def without_weights(model: ModelConfig) -> str:
 
 
 def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
-    """Return what is recorded with a policy that was trained with ``config``.
-
-    Args:
-        config: the run.
-        facts: further ones, e.g. ``iteration`` and versions.
-    """
+    """Return the card of a policy trained with ``config``; ``facts`` are further entries, e.g. ``iteration``."""
     env = config.env
     settings = config.env.model_dump(mode="json")
     return {
@@ -56,16 +53,17 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
 
 
 def known_instructions(config: Config) -> dict[str, str]:
-    """Return the tasks with their instructions, as far as they are known without the simulator, else ""."""
+    """Return task -> instruction, as far as it is known without the simulator, else ""."""
     env = config.env
     known = ENVS.entry(env.env_type).instructions() if env.env_type in ENVS else {}
     return {task: env.model_dump().get("instruction") or known.get(task, "") for task in env.tasks}
 
 
 def _interface(config: Config) -> dict[str, object] | None:
-    """Return what actions and observations meant in training: the environment's conventions, with the policy's gripper.
+    """Return the meaning of actions and observations in training: the environment's interface with the policy's
+    gripper.
 
-    Cameras are compared by themselves. With ``model.gripper`` the policy's own convention is 0 to 1.
+    Cameras are compared separately. With ``model.gripper`` the policy's own convention is 0 to 1.
     """
     spec = ENVS.entry(config.env.env_type) if config.env.env_type in ENVS else None
     if spec is None or spec.interface is None:
@@ -75,9 +73,9 @@ def _interface(config: Config) -> dict[str, object] | None:
 
 
 def policy_directory(model: ModelConfig) -> Path | None:
-    """Return the local directory of the weights that a configuration names; None for random ones.
+    """Return the local directory of the weights that a configuration names; None for random weights.
 
-    Of a repository on the hub it is that in the hub's cache, which may lack the weights; None if it was not fetched.
+    For a hub repository this is its directory in the hub cache, which may lack the weights; None if it was not fetched.
     """
     if model.model_path is None and model.warm_start == BUILTIN:
         shipped = model.model_type in MODELS and MODELS.entry(model.model_type).builtin_warm_start
@@ -87,21 +85,21 @@ def policy_directory(model: ModelConfig) -> Path | None:
         path = None if name is None else Path(name).expanduser()
         if path is not None and path.is_dir():
             return path
-    except (OSError, RuntimeError, ValueError):  # no path at all; a rule reports it
+    except (OSError, RuntimeError, ValueError):  # not a path at all; a rule reports it
         return None
     on_hub = None if model.model_path is None else parse(model.model_path)
     return None if on_hub is None else cached(on_hub, MODEL_FACTS)
 
 
 def checkpoint_name(model: ModelConfig) -> str:
-    """Return what tells of the data that a checkpoint was trained with: the name of its directory or repository."""
+    """Return the directory or repository name of a checkpoint, which hints at its training data."""
     directory = policy_directory(model)
     on_hub = directory is None or directory.parent.name == "snapshots"
     return str(model.model_path) if on_hub or directory is None else directory.name
 
 
 def read_card(directory: Path) -> dict[str, Any] | None:
-    """Return the card of a policy; None if it has none (e.g. a published checkpoint) or it can't be read."""
+    """Return the card of a policy; None if it has none (e.g. a published checkpoint) or it is unreadable."""
     try:
         card = json.loads(read_regular_file(directory / CARD_FILE, MAX_JSON_BYTES, follow_links=True))
     except (OSError, ValueError, RecursionError):
@@ -115,7 +113,7 @@ def read_card(directory: Path) -> dict[str, Any] | None:
 
 
 def trained_delay(model: ModelConfig) -> int:
-    """Return ``model.flow.rtc_max_delay``; where that is null, what the policy's card says, else 0."""
+    """Return ``model.flow.rtc_max_delay``, falling back to the policy card, then to 0."""
     flow = getattr(model, "flow", None)
     if flow is None or flow.rtc_max_delay is not None:
         return 0 if flow is None else flow.rtc_max_delay
@@ -126,7 +124,7 @@ def trained_delay(model: ModelConfig) -> int:
 
 
 def trained_state_dim(config: Config) -> int | None:
-    """Return how many numbers of state a policy was trained on, as its card says; None if that is not known."""
+    """Return the state dimension that a policy was trained on, from its card; None if unknown."""
     directory = policy_directory(config.model)
     card = None if directory is None else read_card(directory)
     recorded = None if card is None else card.get("state_dim")
@@ -134,7 +132,7 @@ def trained_state_dim(config: Config) -> int | None:
 
 
 def reads_state(config: Config) -> bool | None:
-    """Return whether a policy reads the robot's state, as its family and the settings say; None if they do not."""
+    """Return whether a policy reads the robot's state, from its family and settings; None if unknown."""
     family = MODELS.entry(config.model.model_type) if config.model.model_type in MODELS else None
     uses = None if family is None else family.uses_state
     if isinstance(uses, str):
@@ -146,14 +144,14 @@ def reads_state(config: Config) -> bool | None:
 
 
 def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, message) of what a configuration asks a policy for that it was not trained for."""
+    """Yield (key, message) for every requirement of a configuration that the policy was not trained for."""
     env = config.env
     trained = f"{card.get('env_type')} ({', '.join(card.get('tasks', []))})"
     env_id = env.model_dump().get("id")
     trained_in = card.get("env_type")
     if (
         isinstance(trained_in, str) and trained_in in ENVS and not ENVS.entry(trained_in).simulates
-    ):  # data do not say which simulator they are of
+    ):  # data do not record their simulator
         return
     if card.get("env_type") != env.env_type or card.get("env_id") != env_id:
         here = f"{env.env_type} {env_id}" if env_id else env.env_type
@@ -167,7 +165,7 @@ def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str
     if card.get("condition") not in (None, here["condition"]):
         yield "model.condition", f"the policy was trained to act with model.condition={card['condition']}"
     for index, (there, view) in enumerate(zip(card.get("cameras", []), here["cameras"], strict=False)):
-        # A pose of null is the simulator's own, which may be the same as one that is written out.
+        # A pose of null is the simulator's own, which may equal an explicit pose.
         posed = [key for key in ("eye", "target") if there.get(key) is None or view[key] is None]
         other = [key for key in there if key in view and key not in posed and there[key] != view[key]]
         if other:

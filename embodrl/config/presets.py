@@ -1,4 +1,4 @@
-"""Preset files by group and name: those that ship with embodrl, and those in directories of the user's own."""
+"""Preset files by group and name: shipped ones, and ones in the user's directories."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from embodrl.names import nearest
 from embodrl.specs import ENVS
 
 DIRS = "presets.dirs"
-"""The setting that names directories of the user's: of a file or mapping, and of the command line."""
+"""Setting that names the user's preset directories, in a file, a mapping or on the command line."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _OVERRIDE = "override /"
 _GLOBAL = re.compile(r"^#\s*@package\s+_global_", re.MULTILINE)
 
 
 def _find_configs() -> Path:
-    """Return the directory of the presets: in the package where it is installed, else at the top of the checkout."""
+    """Return the preset directory: in the installed package, else at the top of the checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -33,11 +33,11 @@ CONFIGS = _find_configs()
 
 
 def own_directories(given: Iterable[str | Path] = (), base: Path | None = None) -> tuple[Path, ...]:
-    """Return the user's directories, absolute: ``$XDG_CONFIG_HOME/embodrl`` where it is, then those given.
+    """Return the user's preset directories, absolute: ``$XDG_CONFIG_HOME/embodrl`` if it exists, then ``given``.
 
     Args:
-        given: paths.
-        base: what relative ones are relative to; None is the working directory.
+        given: paths of directories.
+        base: base of relative paths; None is the working directory.
     """
     root = os.environ.get("XDG_CONFIG_HOME")
     home = (Path(root) if root else Path.home() / ".config") / "embodrl"
@@ -51,19 +51,19 @@ def groups() -> list[str]:
 
 
 def presets(group: str, own: Sequence[Path] = ()) -> list[str]:
-    """Return the presets of a group."""
+    """Return the names of the presets of a group."""
     return sorted({path.stem for directory in (CONFIGS, *own) for path in (directory / group).glob("*.yaml")})
 
 
 def of_algorithm(pipeline: str) -> tuple[str, str] | None:
-    """Return what to write, and a hint, in place of a pipeline that is named as an algorithm; None if it is not."""
+    """Return a replacement and a hint for a pipeline that is named like an algorithm, or None."""
     if pipeline not in presets("algorithm"):
         return None
-    return f"algorithm={pipeline}", f"write algorithm={pipeline}, and leave the pipeline out: it follows from the loss"
+    return f"algorithm={pipeline}", f"write algorithm={pipeline}, and remove the pipeline, which follows from the loss"
 
 
 def of_task(name: str) -> tuple[str, str] | None:
-    """Return the preset of a simulator, and a hint, in place of a task's name; None if no simulator has that task."""
+    """Return the simulator preset and a hint for a task's name used as a preset; None if no simulator has that task."""
     for spec in ENVS.all():
         task = next((known for known in spec.instructions() if known.lower() == name.lower()), None)
         if task is None or spec.name not in presets("env"):
@@ -78,25 +78,25 @@ def of_task(name: str) -> tuple[str, str] | None:
 
 
 def preset_file(group: str, name: str, own: Sequence[Path] = ()) -> Path:
-    """Return the file of a preset; the first directory that has it counts, as there may be only one."""
+    """Return the file of a preset; the first directory that has it wins, since names are unique."""
     paths = [directory / group / f"{name}.yaml" for directory in (CONFIGS, *own)]
     return next((path for path in paths if path.is_file()), paths[0])
 
 
 def is_shipped(path: Path) -> bool:
-    """Return whether a preset file is one of embodrl's."""
+    """Return whether a preset file ships with embodrl."""
     return path.is_relative_to(CONFIGS)
 
 
 def describe(group: str, name: str, own: Sequence[Path] = ()) -> str:
-    """Return what the first comment of a preset says."""
+    """Return the first comment of a preset, its description."""
     lines = preset_file(group, name, own).read_text(encoding="utf-8", errors="replace").splitlines()
     comments = [line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line]
     return comments[0] if comments else ""
 
 
 def directory_problems(own: Sequence[Path]) -> list[ConfigProblem]:
-    """Return what is wrong with directories of the user's: files that would never be found, and names taken twice."""
+    """Return the problems of the user's directories: files that would never be found, and duplicate names."""
 
     def problem(path: Path, message: str, hint: str, code: str = "preset-directory", near: str = "") -> None:
         problems.append(ConfigProblem(DIRS, message, str(path), ", ".join(groups()) if near else "", near, hint, code))
@@ -106,19 +106,19 @@ def directory_problems(own: Sequence[Path]) -> list[ConfigProblem]:
     taken: dict[str, Path] = {f"{group}={name}": CONFIGS / group for group in known for name in presets(group)}
     for directory in own:
         if not directory.is_dir():
-            problem(directory, "is no directory", "name a directory that has presets as GROUP/NAME.yaml")
+            problem(directory, "is no directory", "name a directory with presets as GROUP/NAME.yaml")
             continue
         for path in sorted([*directory.glob("*.yaml"), *directory.glob("*/*.yaml")]):
             group = path.parent.name
             if path.parent == directory:
-                problem(path, "is not in the directory of a group", f"move it to {directory}/GROUP/{path.name}")
+                problem(path, "is not in a group's directory", f"move it to {directory}/GROUP/{path.name}")
             elif group not in known:
                 near = nearest(group, known)
-                problem(path, f"there is no preset group '{group}'", "rename its directory", near=near)
+                problem(path, f"no preset group '{group}'", "rename its directory", near=near)
             elif not _NAME.fullmatch(path.stem):
-                problem(path, f"'{path.stem}' can't name a preset", "use letters, digits and _ . - only")
+                problem(path, f"'{path.stem}' is not a valid preset name", "use letters, digits and _ . - only")
             elif (choice := f"{group}={path.stem}") in taken:
-                hint = "rename one of them: a name has to mean the same preset everywhere"
+                hint = "rename one of them; preset names are unique"
                 problem(path, f"{choice} is in {taken[choice]}, too", hint, "preset-clash")
             else:
                 taken[choice] = path.parent
@@ -126,7 +126,7 @@ def directory_problems(own: Sequence[Path]) -> list[ConfigProblem]:
 
 
 def parts_of(tree: Node, group: str) -> list[tuple[str, object, Origin]]:
-    """Return (group, name, origin) of the presets in the ``defaults`` of one: of its group, or ``override /GROUP``."""
+    """Return (group, name, origin) of the presets in ``defaults``, of the own group or ``override /GROUP``."""
     defaults = tree.children.get("defaults")
     found: list[tuple[str, object, Origin]] = []
     for item in defaults.items if defaults is not None else []:
@@ -138,26 +138,28 @@ def parts_of(tree: Node, group: str) -> list[tuple[str, object, Origin]]:
 
 
 def load(path: Path) -> tuple[Node, list[ConfigProblem]]:
-    """Return the tree of a preset file, and what is wrong with it."""
+    """Return the tree of a preset file, and its problems."""
     if is_shipped(path):
         return read_yaml(path, f"configs/{path.relative_to(CONFIGS)}", "preset")
     return read_yaml(path, str(path))
 
 
 def defaults_problems(path: Path, tree: Node) -> list[ConfigProblem]:
-    """Return what is wrong with the form of a preset of the user's: its ``defaults``, and Hydra's first line."""
+    """Return the problems in the form of a user's preset: its ``defaults``, and Hydra's first line."""
     defaults = tree.children.get("defaults")
     items = defaults.items if defaults is not None else []
     known = [_OVERRIDE + group for group in groups() if group != path.parent.name]
     wrong = [item for item in items if not isinstance(item.value, str) and not _is_override(item, known)]
     if wrong or (defaults is not None and not items):
-        hint = "list presets of the same group by name, and others as 'override /GROUP: NAME'; _self_ is the file"
+        hint = (
+            "list presets of the same group by name, and others as 'override /GROUP: NAME'; _self_ is the file itself"
+        )
         origin = str((wrong[0] if wrong else tree).origin)
         return [ConfigProblem("defaults", "is not a list of presets", origin, hint=hint, code="preset-defaults")]
     of_all = path.parent.name == "experiment" or any(item.children for item in items)
     if of_all and not _GLOBAL.search(path.read_text(encoding="utf-8")):
-        message = "has settings of all sections, and does not say so"
-        hint = "let the file begin with the line: # @package _global_"
+        message = "has settings of all sections, but no package line"
+        hint = "begin the file with the line: # @package _global_"
         return [ConfigProblem(path.parent.name, message, str(path), hint=hint, code="preset-package")]
     return []
 
@@ -171,7 +173,7 @@ def preset_order(
 ) -> tuple[list[tuple[Path, str]], list[ConfigProblem]]:
     """Return the preset files that Hydra would load for these choices, in order, each with the section it fills.
 
-    The problem, if there is one, is what Hydra says of the ``defaults`` of a file of the user's.
+    Hydra's errors about the ``defaults`` of a user's file are returned as problems.
     """
     from hydra.errors import HydraException
 
@@ -181,7 +183,7 @@ def preset_order(
     except HydraException as error:
         if not own:
             raise
-        hint = "give 'override /GROUP: NAME' after all others, each group once"
+        hint = "put 'override /GROUP: NAME' after all others, each group once"
         message = f"a preset's defaults can't be composed: {str(error).strip().splitlines()[0]}"
         return _order((), (), ()), [ConfigProblem("defaults", message, hint=hint, code="preset-defaults")]
 
@@ -190,7 +192,7 @@ def preset_order(
 def _order(
     choices: tuple[tuple[str, str | None], ...], own: tuple[Path, ...], stamps: tuple[tuple[str, int], ...]
 ) -> list[tuple[Path, str]]:
-    """As ``preset_order``; ``stamps`` of the user's files make a change of one known."""
+    """Cached ``preset_order``; ``stamps`` of the user's files invalidate the cache when they change."""
     del stamps
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -217,10 +219,10 @@ def _order(
 def load_presets(
     choices: dict[str, str | None], own: Sequence[Path] = ()
 ) -> tuple[Node, list[ConfigProblem], tuple[str, ...]]:
-    """Return the merged presets, what is wrong with them, and the files whose settings must not run code.
+    """Return the merged presets, their problems, and the files whose settings must not run code.
 
-    The choices must be valid. What a preset has under ``last`` is for any section and merged after all presets: a model
-    that wants certain cameras says so there.
+    The choices must be valid. Settings under ``last`` in a preset may be of any section and are merged after all
+    presets, e.g. the cameras that a model needs.
     """
     tree = Node({}, Origin("preset", "configs"))
     order, problems = preset_order(choices, own)

@@ -1,4 +1,4 @@
-"""``env.num_processes: auto``: the number that was measured to be fastest on this machine with these settings."""
+"""``env.num_processes: auto``: the fastest number measured on this machine with these settings."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from embodrl.version import __version__
 AUTO = "auto"
 KEY = "env.num_processes"
 MAX_CANDIDATES = 4
-# To be raised when what is measured changes, so that numbers of before are not used any more.
+# Increase when the measurement changes, which invalidates older results.
 MEASUREMENT = 2
-# Settings of section env that do not change how fast a step is.
+# Settings of section env that do not affect the speed of a step.
 IGNORED_KEYS = (
     *("num_processes", "train", "eval", "video", "start_timeout_s", "reset_timeout_s", "step_timeout_s"),
     *("max_restarts", "max_abs_reward", "max_abs_state"),
@@ -34,13 +34,13 @@ COUNT_KEYS = ("env.train.total_num_envs", "env.eval.total_num_envs", "algorithm.
 
 @dataclass(frozen=True)
 class ProcessChoice:
-    """What ``auto`` stands for.
+    """Number that stands for ``auto``.
 
     Attributes:
-        num_processes: the number.
-        measured: it is the result of a measurement; else one that fits, until there is one.
-        candidates: numbers that suit the other settings, of which the fastest is to be found.
-        path: where the measurement is kept, or will be.
+        num_processes: chosen number of processes.
+        measured: whether the number was measured; otherwise it is a fitting one until there is a measurement.
+        candidates: numbers that fit the other settings, to be measured.
+        path: file of the measurement.
     """
 
     num_processes: int
@@ -50,14 +50,14 @@ class ProcessChoice:
 
 
 def fill_processes(tree: Node, schema: type[Config]) -> ProcessChoice | None:
-    """Replace ``auto`` by a number; return the choice, None where the user gave a number or other keys are wrong."""
+    """Replace ``auto`` by a number; return the choice, or None if the user gave a number or keys are invalid."""
     node = lookup(tree, KEY)
     if node is None or node.value != AUTO:
         return None
     defaults: dict[str, Any] = json.loads(schema().model_dump_json())
     counts = [value_or_default(tree, defaults, key) for key in COUNT_KEYS]
     if any(type(count) is not int or count < 1 for count in counts):
-        node.value = 1  # what is wrong with those keys is reported, not what follows from it
+        node.value = 1  # the invalid keys are reported, not their consequences
         return None
     env_type = value_or_default(tree, defaults, "env.env_type")
     batched_by = ENVS.entry(env_type).batched_by if env_type in ENVS else None
@@ -77,15 +77,15 @@ def fill_processes(tree: Node, schema: type[Config]) -> ProcessChoice | None:
 def candidates(
     train_envs: int, eval_envs: int, group_size: int, stages: int, *, cores: int, most: int | None = None
 ) -> tuple[int, ...]:
-    """Return the numbers of processes that suit the other settings, the nearest to ``cores``, in ascending order.
+    """Return the process counts that fit the other settings and are nearest to ``cores``, in ascending order.
 
     Args:
-        train_envs: environments that gather experience, spread evenly.
-        eval_envs: environments that measure, spread evenly.
-        group_size: environments of a group are in one process.
-        stages: of the pipeline, each of whole processes.
-        cores: that this process may use; more than twice as many are not tried.
-        most: processes at most.
+        train_envs: training environments, spread evenly.
+        eval_envs: evaluation environments, spread evenly.
+        group_size: environments of a group, which share a process.
+        stages: pipeline stages, each of whole processes.
+        cores: available cores; at most twice as many processes are tried.
+        most: upper limit of processes.
     """
     limit = min(2 * cores, most or 2 * cores)
     shared = math.gcd(train_envs, eval_envs)
@@ -95,23 +95,23 @@ def candidates(
         if shared % n == 0 and (train_envs // n) % group_size == 0 and n % stages == 0
     ]
     nearest = sorted(fitting, key=lambda n: abs(math.log(n / cores)))[:MAX_CANDIDATES]
-    return tuple(sorted(nearest)) or (stages,)  # where nothing fits, the rules tell why
+    return tuple(sorted(nearest)) or (stages,)  # where nothing fits, the rules report why
 
 
 def machine() -> dict[str, object]:
-    """Return what of this machine decides how fast it simulates."""
+    """Return the properties of this machine that determine its simulation speed."""
     return {"host": platform.node(), "processor": processor().name, "cores": len(os.sched_getaffinity(0))}
 
 
 def cache_path(settings: Mapping[str, object]) -> Path:
-    """Return where the measurement for those settings is kept, below the user's cache directory."""
+    """Return the file of the measurement for these settings, below the user's cache directory."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "embodrl" / "processes" / f"{digest[:32]}.json"
 
 
 def read_choice(path: Path) -> int | None:
-    """Return the number that was measured; None if there is no whole measurement."""
+    """Return the measured number; None if there is no valid measurement."""
     try:
         content: Any = json.loads(read_regular_file(path, MAX_JSON_BYTES))
         number = content["num_processes"]
@@ -127,7 +127,7 @@ def _section(tree: Node, key: str) -> dict[str, object]:
 
 
 def value_or_default(tree: Node, defaults: dict[str, Any], key: str) -> Any:
-    """Return the value of a key as it is given, or the schema's."""
+    """Return the value of a key, or the schema's default."""
     node = lookup(tree, key)
     if node is not None:
         return node.plain()

@@ -1,4 +1,4 @@
-"""``protocol=NAME``: settings of a published evaluation, in place of presets' and defaults. Imports no torch."""
+"""``protocol=NAME``: settings of a published evaluation, which replace presets and defaults. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodrl.specs import PROTOCOLS, ProtocolSpec
 def protocol_settings(
     spec: ProtocolSpec, model_type: object, suite: object, num_tasks: int, num_cameras: int
 ) -> dict[str, object]:
-    """Return what a protocol says about a run with this model family, suite, tasks and cameras: dotted key -> value."""
+    """Return a protocol's settings for a model family, suite, tasks and cameras: dotted key -> value."""
     limits = spec.step_limits.get(str(model_type), spec.step_limits[""])
     found = {**spec.settings, **spec.models.get(str(model_type), {})}
     found |= {"env.eval.num_episodes": spec.episodes_per_task * num_tasks}
@@ -24,7 +24,7 @@ def protocol_settings(
 
 
 def fill_protocol(tree: Node) -> None:
-    """Give the settings of ``protocol`` where the user has not; those of a run's file hold if it names the protocol.
+    """Apply the settings of ``protocol`` where the user gave none; the settings in a run's file take precedence.
 
     An unknown protocol, or one of another environment, changes nothing; rules report it.
     """
@@ -45,7 +45,7 @@ def fill_protocol(tree: Node) -> None:
 
 
 class ProtocolReport(TypedDict):
-    """What eval.json says of the protocol: its settings, and those of the run that are others."""
+    """Entry of the protocol in eval.json: its settings, and the run's deviations from them."""
 
     name: str
     source: str
@@ -56,7 +56,7 @@ class ProtocolReport(TypedDict):
 
 
 def protocol_of(config: Config) -> ProtocolReport | None:
-    """Return the protocol of a valid configuration, and how far it holds; None if it has none."""
+    """Return the protocol of a valid configuration and the deviations from it; None if it has no protocol."""
     if config.protocol is None:
         return None
     spec = PROTOCOLS.entry(config.protocol)

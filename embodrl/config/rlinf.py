@@ -1,4 +1,4 @@
-"""What RLinf's keys are here: one table for `embodrl import rlinf`, the migration page and hints of unknown keys."""
+"""Counterparts of RLinf's keys: one table for `embodrl import rlinf`, the migration page and unknown-key hints."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Literal, cast
 from embodrl.specs import ENVS
 
 Recipe = Mapping[str, object]
-"""Dotted key -> value of a recipe, interpolations resolved."""
+"""Dotted key of a recipe -> value, interpolations resolved."""
 Settings = dict[str, object]
-"""Dotted key of ours -> value."""
+"""Dotted key here -> value."""
 Convert = Callable[[object, Recipe], Settings]
 Kind = Literal["mapped", "meaningless", "unsupported", "unread"]
 
 
 class UnsupportedValue(Exception):
-    """A value has no counterpart here; the text says why."""
+    """A value that has no counterpart here; the message says why."""
 
 
 @dataclass(frozen=True)
 class RlinfKey:
-    """A key of RLinf, or several.
+    """One or several RLinf keys.
 
     Attributes:
-        pattern: dotted key; ``*`` stands for a part, ``**`` for any number at the end, ``(a|b)`` for one of two.
-        kind: mapped: a key here; meaningless: nothing here asks for it; unsupported: nothing here does it;
-            unread: RLinf's embodied training does not read it either.
-        ours: key here that it becomes, or the nearest one; "" if there is none.
+        pattern: dotted key; ``*`` matches a part, ``**`` any number at the end, ``(a|b)`` one of two.
+        kind: mapped: has a key here; meaningless: not needed here; unsupported: not available here; unread:
+            RLinf's embodied training does not read it either.
+        ours: corresponding or nearest key here; "" if there is none.
         note: how a value is converted, or why there is no key.
-        convert: a value to settings here; None takes it as it is.
-        neutral: values of an unsupported key that ask for what happens here anyway.
+        convert: converts a value to settings here; None copies it.
+        neutral: values of an unsupported key that match the behaviour here.
     """
 
     pattern: str
@@ -46,11 +46,10 @@ class RlinfKey:
 
     @property
     def is_literal(self) -> bool:
-        """The pattern is one key."""
+        """Whether the pattern matches a single key."""
         return not set(self.pattern) & set("*(|")
 
     def hint(self) -> str:
-        """Return what to write instead of the key."""
         aside = f" ({self.note})" if self.note else ""
         if self.ours and self.kind in ("mapped", "unread"):
             return (
@@ -60,10 +59,10 @@ class RlinfKey:
         return f"remove it{': ' + self.note if self.note else ''}{nearest}"
 
     def settings(self, value: object, recipe: Recipe) -> Settings:
-        """Return what a value becomes; nothing if it asks for nothing here.
+        """Return the settings that a value becomes here, maybe none.
 
         Raises:
-            UnsupportedValue: it has no counterpart.
+            UnsupportedValue: the value has no counterpart.
         """
         if self.convert is not None:
             return self.convert(value, recipe)
@@ -71,7 +70,7 @@ class RlinfKey:
 
 
 def find_key(key: str) -> RlinfKey | None:
-    """Return the first entry of the table that a key of RLinf matches."""
+    """Return the first table entry that an RLinf key matches."""
     return next((entry for pattern, entry in _patterns() if pattern.fullmatch(key)), None)
 
 
@@ -85,11 +84,11 @@ def _patterns() -> list[tuple[re.Pattern[str], RlinfKey]]:
 
 
 def hint_of(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None:
-    """Return the key here and a hint for a key of RLinf that the table names in full; None for any other.
+    """Return the key here and a hint for an RLinf key that the table names in full; None for any other.
 
     Args:
-        key: that is not known here, or the first part of it.
-        given: tells whether the configuration has a longer key.
+        key: key that is unknown here, or its first part.
+        given: returns whether the configuration has a longer key.
     """
     for entry in RLINF_KEYS:
         if entry.is_literal and (
@@ -100,18 +99,18 @@ def hint_of(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None:
 
 
 def number(recipe: Recipe, key: str, default: float) -> float:
-    """Return a number of a recipe; the default where there is none."""
+    """Return a number from a recipe, or the default."""
     value = recipe.get(key)
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
 
 
 def is_sparse(recipe: Recipe) -> bool:
-    """The simulator rewards success alone."""
+    """Return whether the simulator only rewards success."""
     return recipe.get("env.train.env_type") == "libero" or recipe.get("env.train.reward_mode") == "only_success"
 
 
 def is_off_policy(recipe: Recipe) -> bool:
-    """The loss learns from a replay buffer."""
+    """Return whether the loss learns from a replay buffer."""
     return recipe.get("algorithm.loss_type") in ("embodied_sac", "rlt_ac", "rlt_td3", "embodied_dagger")
 
 
@@ -127,7 +126,7 @@ def _of(ours: str, values: Mapping[object, object], nearest: str = "") -> Conver
 
 
 def _positive(ours: str) -> Convert:
-    """Take a number above 0; others say that nothing is wanted."""
+    """Convert a positive number; others disable the setting."""
 
     def convert(value: object, recipe: Recipe) -> Settings:
         return {ours: value} if isinstance(value, (int, float)) and value > 0 else {}
@@ -154,7 +153,7 @@ def _directory(value: object, recipe: Recipe) -> Settings:
 def _loggers(value: object, recipe: Recipe) -> Settings:
     wanted = {str(name) for name in cast("list[object]", value if isinstance(value, list) else [value])}
     if others := wanted - {"tensorboard", "wandb"}:
-        raise UnsupportedValue(f"{', '.join(sorted(others))}: there are TensorBoard and W&B")
+        raise UnsupportedValue(f"{', '.join(sorted(others))}: only TensorBoard and W&B are available")
     online = {"runner.logger.wandb_mode": "online"} if "wandb" in wanted else {}
     return {"runner.logger.tensorboard": "tensorboard" in wanted, **online}
 
@@ -169,9 +168,9 @@ def _placement(value: object, recipe: Recipe) -> Settings:
     if unknown := set(places) - {"actor", "rollout", "env"}:
         raise UnsupportedValue(f"{', '.join(sorted(unknown))}: components here are actor, rollout and env")
     if is_off_policy(recipe):
-        return {}  # such learners train on one device
+        return {}  # off-policy learners train on one device
     if len({_first_rank(place) for place in places.values()}) == 1:
-        # All components share the devices, as here by default; the automatic placement takes those that there are.
+        # All components share the devices, as they do here by default; automatic placement uses all devices.
         return {"actor.training_backend": "fsdp", "cluster.placement": "auto"} if _many(value) else {}
     return {
         "actor.training_backend": "fsdp",
@@ -198,7 +197,7 @@ def _tuned(value: object, recipe: Recipe) -> Settings:
 
 
 def _updates_to_data(value: object, recipe: Recipe) -> Settings:
-    """Updates of an iteration -> updates per chunk that an iteration stores."""
+    """Convert updates per iteration to updates per stored chunk."""
     envs = number(recipe, "env.train.total_num_envs", 1) * number(recipe, "env.train.rollout_epoch", 1)
     steps = number(recipe, "env.train.max_steps_per_rollout_epoch", 1)
     chunks = envs * math.ceil(steps / number(recipe, "actor.model.num_action_chunks", 1))
@@ -216,7 +215,7 @@ def _filter(ours: str) -> Convert:
 
 
 def _filter_on(value: object, recipe: Recipe) -> Settings:
-    # RLinf masks groups and draws none in their place.
+    # RLinf masks groups without resampling them.
     return {"algorithm.filter.enabled": True, "algorithm.filter.max_resamples": 0} if value is True else {}
 
 
@@ -235,7 +234,6 @@ def _relative_reward(value: object, recipe: Recipe) -> Settings:
 
 
 def _episodes(value: object, recipe: Recipe) -> Settings:
-    """Environments times rollouts times the episodes of each."""
     epochs = number(recipe, "env.eval.rollout_epoch", number(recipe, "algorithm.eval_rollout_epoch", 1))
     steps = number(recipe, "env.eval.max_steps_per_rollout_epoch", 1) / number(recipe, "env.eval.max_episode_steps", 1)
     episodes = number(recipe, "env.eval.total_num_envs", 1) * epochs * max(1, int(steps))
@@ -248,7 +246,7 @@ def _eval_envs(value: object, recipe: Recipe) -> Settings:
 
 
 def _envs(ours: str) -> Convert:
-    """An odd number can't be spread over the two processes of the presets."""
+    """Convert a count; odd ones can't be spread over the two processes of the presets."""
 
     def convert(value: object, recipe: Recipe) -> Settings:
         odd = isinstance(value, int) and value % 2 == 1
@@ -267,10 +265,10 @@ def _eval_steps(value: object, recipe: Recipe) -> Settings:
 
 def _precision(value: object, recipe: Recipe) -> Settings:
     if is_off_policy(recipe):
-        return {}  # critics and small actors are in float32, whatever the frozen policy is in
+        return {}  # critics and small actors stay in float32 regardless of the frozen policy
     names = {None: "auto", "bf16": "bf16", "fp32": "fp32", "32": "fp32", 32: "fp32"}
     if not isinstance(value, (str, int, type(None))) or value not in names:
-        raise UnsupportedValue(f"{value}: there are bf16 and fp32")
+        raise UnsupportedValue(f"{value}: only bf16 and fp32 are available")
     stored = {"actor.param_dtype": "bf16"} if names[value] == "bf16" else {}
     return {"actor.precision": names[value], "rollout.precision": names[value], **stored}
 
@@ -291,7 +289,7 @@ def _target_entropy(value: object, recipe: Recipe) -> Settings:
 def _noise_range(value: object, recipe: Recipe) -> Settings:
     ends = cast("list[object]", value) if isinstance(value, list) else []
     if not ends:
-        raise UnsupportedValue("it is not a list of deviations")
+        raise UnsupportedValue("not a list of standard deviations")
     return {"model.flow.noise_std_max": ends[0]}
 
 
@@ -335,18 +333,18 @@ def _camera(side: str) -> Convert:
 
 
 def _action_dim(value: object, recipe: Recipe) -> Settings:
-    """The simulators here fix it: changes of the hand's pose and the gripper."""
+    """The simulators here fix the action: end-effector pose delta and gripper."""
     fixed = _ACTIONS.get(recipe.get("env.train.env_type", recipe.get("env.eval.env_type")))
     if fixed in (None, value):
         return {"model.action_dim": value}
-    raise UnsupportedValue(f"actions of this simulator have {fixed} numbers here, changes of the hand's pose first")
+    raise UnsupportedValue(f"actions of this simulator have {fixed} dimensions here, end-effector pose delta first")
 
 
 _ACTIONS: Mapping[object, int] = {"libero": 7, "maniskill": 7, "metaworld": 4}
 
 
 def _reward_type(value: object, recipe: Recipe) -> Settings:
-    """GAE needs as many values as rewards."""
+    """Convert with matching values: GAE needs as many values as rewards."""
     values = {"model.value_head.output": str(value).removesuffix("_level")}
     return {"algorithm.reward_type": value, **(values if recipe.get("algorithm.adv_type") == "gae" else {})}
 
@@ -366,7 +364,7 @@ def _max_staleness(value: object, recipe: Recipe) -> Settings:
 def _scheduler(value: object, recipe: Recipe) -> Settings:
     name = str(value).removeprefix("torch_")
     if name not in ("constant", "cosine", "linear"):
-        raise UnsupportedValue(f"the value {value} has no counterpart; there are constant, linear and cosine")
+        raise UnsupportedValue(f"the value {value} has no counterpart; available: constant, linear, cosine")
     return {"actor.optim.lr_scheduler": name}
 
 
@@ -405,7 +403,7 @@ _LOSSES = {
 
 
 def env_preset(recipe: Recipe) -> str | None:
-    """Return the preset of the simulator; None if none is built in."""
+    """Return the simulator's preset; None if it is not built in."""
     kind = recipe.get("env.train.env_type", recipe.get("env.eval.env_type"))
     suite = str(recipe.get("env.train.task_suite_name", recipe.get("env.eval.task_suite_name")))
     if kind == "libero":
@@ -418,7 +416,7 @@ def env_preset(recipe: Recipe) -> str | None:
 
 
 def model_preset(recipe: Recipe) -> str | None:
-    """Return the preset of the policy; None if its family is not built in."""
+    """Return the policy's preset; None if its family is not built in."""
     kind = str(recipe.get("actor.model.model_type") or recipe.get("actor.model.model_name"))
     if kind in ("openpi", "openpi_rlinf"):
         name: str | None = "pi0" if str(recipe.get("actor.model.openpi.config_name")).startswith("pi0_") else "pi05"
@@ -429,7 +427,7 @@ def model_preset(recipe: Recipe) -> str | None:
 
 
 def algorithm_preset(recipe: Recipe) -> str | None:
-    """Return the preset of the algorithm; None if it is not built in."""
+    """Return the algorithm's preset; None if it is not built in."""
     estimator, loss = str(recipe.get("algorithm.adv_type")), str(recipe.get("algorithm.loss_type"))
     if loss == "embodied_sac" and recipe.get("actor.model.openpi.use_dsrl") is True:
         return "dsrl"
@@ -447,10 +445,10 @@ def _env(value: object, recipe: Recipe) -> Settings:
 def _suite(value: object, recipe: Recipe) -> Settings:
     if env_preset(recipe) == "libero":
         if "libero" in ENVS and value not in (known := ENVS.entry("libero").suites):
-            raise UnsupportedValue(f"there is no suite {value} here; there are {', '.join(known)}")
+            raise UnsupportedValue(f"no suite {value} here; available: {', '.join(known)}")
         return {"env.suite": value}
     if env_preset(recipe) in (None, "metaworld"):
-        raise UnsupportedValue(f"there is no suite {value} here")
+        raise UnsupportedValue(f"no suite {value} here")
     return {}
 
 
@@ -458,7 +456,7 @@ def _task(value: object, recipe: Recipe) -> Settings:
     if recipe.get("env.train.env_type") != "maniskill":
         return _env(value, recipe)
     if "maniskill" in ENVS and value not in ENVS.entry("maniskill").instructions():
-        raise UnsupportedValue(f"there is no task {value} here; see `embodrl list envs`")
+        raise UnsupportedValue(f"no task {value} here; see `embodrl list envs`")
     return {"env.tasks": [value]}
 
 
@@ -470,7 +468,7 @@ def _model(value: object, recipe: Recipe) -> Settings:
 
 def _algorithm(value: object, recipe: Recipe) -> Settings:
     if algorithm_preset(recipe) is None:
-        raise UnsupportedValue(f"{value}: there is no such algorithm here (`embodrl list algorithms`)")
+        raise UnsupportedValue(f"{value}: no such algorithm here (`embodrl list algorithms`)")
     if recipe.get("algorithm.loss_type") != "decoupled_actor_critic":
         return {}
     level = "token" if recipe.get("algorithm.logprob_type") == "token_level" else "chunk"
@@ -482,7 +480,6 @@ def _key(pattern: str, ours: str, note: str = "", convert: Convert | None = None
 
 
 def _same(section: str, ours: str, *names: str) -> list[RlinfKey]:
-    """Keys that have the same name, and the same meaning, in a section here."""
     return [RlinfKey(f"{section}.{name}", "mapped", f"{ours}.{name}") for name in names]
 
 
@@ -498,16 +495,16 @@ def _unread(pattern: str, ours: str = "", note: str = "") -> RlinfKey:
     return RlinfKey(pattern, "unread", ours, note or "RLinf's embodied training does not read it")
 
 
-_ROBOT = "the driver of the robot has it: env=robot takes robots of lerobot and your own (docs/robots.md)"
-_ROLLOUT = "rollouts act with the policy that trains"
+_ROBOT = "a setting of the robot driver: env=robot takes LeRobot robots and your own (docs/robots.md)"
+_ROLLOUT = "rollouts act with the trained policy"
 _EXPERT = "experts here are the simulator's scripted ones, or a person"
-_COUNTED = "RLinf counts trajectories and keeps some of them in memory; here the buffer counts observations"
+_COUNTED = "RLinf counts trajectories and keeps some in memory; here the buffer counts observations"
 _TOKEN = "the RL token is trained by `embodrl model token`, which writes these into its directory"
-_STEPS = "RLinf counts optimizer steps, and a schedule here counts iterations"
+_STEPS = "RLinf counts optimizer steps; schedules here count iterations"
 
 RLINF_KEYS: tuple[RlinfKey, ...] = (
     # runner
-    _not_needed("runner.task_type", "the algorithm says it"),
+    _not_needed("runner.task_type", "follows from the algorithm"),
     _key("runner.logger.log_path", "runner.output_dir", "with the experiment's name", _directory),
     _key("runner.logger.project_name", "runner.logger.wandb_project"),
     _key("runner.logger.experiment_name", "runner.name"),
@@ -520,12 +517,12 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key(
         "runner.save_interval",
         "runner.save_interval",
-        "-1: the last iteration alone",
+        "-1: only the last iteration",
         _positive("runner.save_interval"),
     ),
     _absent("runner.only_eval", "write `embodrl eval`", neutral=(False,)),
     _absent("runner.resume_dir", "write `embodrl resume RUN`", neutral=(None,)),
-    _absent("runner.ckpt_path", "a .pt file of RLinf; export it to the family's layout", "model.model_path", (None,)),
+    _absent("runner.ckpt_path", "an RLinf .pt file; export it to the family's layout", "model.model_path", (None,)),
     _absent("runner.eval_policy_path", "write `embodrl eval RUN`", neutral=(None,)),
     _absent("runner.expert_ckpt_path", _EXPERT, neutral=(None,)),
     _absent("runner.weight_sync_interval", "weights are sent after each update", neutral=(1,)),
@@ -537,7 +534,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("runner.eval_episodes", "env.eval.num_episodes"),
     _key("runner.local_update_steps", "algorithm.offline.updates"),
     _not_needed("runner.log_interval", "every iteration is logged"),
-    _not_needed("runner.(seq_length|max_prompt_length)", "the family's processor knows it"),
+    _not_needed("runner.(seq_length|max_prompt_length)", "follows from the family's processor"),
     # cluster
     _key(
         "cluster.num_nodes",
@@ -547,15 +544,15 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
             {"cluster.num_nodes": value, **({"cluster.launcher": "ray"} if number({"": value}, "", 1) > 1 else {})}
         ),
     ),
-    _absent("cluster.component_placement.*.**", "places on groups of unlike machines", "cluster.node_groups"),
-    _absent("cluster.component_placement.reward*", "reward models run beside the simulators", "reward.model"),
+    _absent("cluster.component_placement.*.**", "placement on heterogeneous node groups", "cluster.node_groups"),
+    _absent("cluster.component_placement.reward*", "reward models run next to the simulators", "reward.model"),
     _key(
         "cluster.component_placement.*",
         "cluster.component_placement",
         "shared devices: cluster.placement=auto",
         _placement,
     ),
-    _absent("cluster.node_groups", "all machines are taken to be alike", "cluster.node_groups"),
+    _absent("cluster.node_groups", "all machines are assumed to be alike", "cluster.node_groups"),
     _absent("cluster.net_emulation.**", "networks are not emulated"),
     # algorithm
     _key("algorithm.adv_type", "algorithm.adv_type", "chooses algorithm=PRESET together with loss_type", _algorithm),
@@ -567,7 +564,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _unread("algorithm.kl_beta", "algorithm.kl.coef"),
     _unread("algorithm.kl_penalty", "algorithm.kl.estimator"),
     _unread("algorithm.loss_agg_func", "algorithm.loss_agg"),
-    _unread("algorithm.clip_ratio_c", "algorithm.clip_ratio_dual", "RLinf reads it for GR00T N1.6 and N1.7 alone"),
+    _unread("algorithm.clip_ratio_c", "algorithm.clip_ratio_dual", "RLinf reads it only for GR00T N1.6 and N1.7"),
     _key("algorithm.group_size", "algorithm.group_size"),
     _key("algorithm.update_epoch", "algorithm.update_epoch", "off-policy: algorithm.off_policy.utd, per chunk", _tuned),
     _key(
@@ -579,7 +576,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key(
         "algorithm.bootstrap_type",
         "algorithm.bootstrap_type",
-        "standard is truncation",
+        "standard: truncation",
         _of("algorithm.bootstrap_type", {"standard": "truncation"}, "truncation"),
     ),
     _key("algorithm.reward_coef", "env.success_bonus", "of sparse rewards", _success_bonus),
@@ -606,19 +603,19 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     ),
     _not_needed(
         "(algorithm|rollout).sampling_params.temperature_eval",
-        "evaluations are greedy, and sampled as in training: env.eval.decoding",
+        "evaluations are greedy, or sampled as in training: env.eval.decoding",
         "env.eval.decoding",
     ),
     _key("(algorithm|rollout).sampling_params.top_k", "algorithm.sampling.top_k", "-1 becomes 0", _top_k),
     _absent("(algorithm|rollout).sampling_params.do_sample", "rollouts draw", "env.eval.decoding", (True,)),
     _absent(
         "(algorithm|rollout).sampling_params.(top_p|repetition_penalty)",
-        "log-probs are of the whole distribution",
+        "log-probs cover the whole distribution",
         "algorithm.sampling.top_k",
         (1, 1.0),
     ),
-    _not_needed("(algorithm|rollout).sampling_params.(max_new_tokens|add_BOS)", "the family's processor knows it"),
-    _not_needed("algorithm.length_params.**", "the family's processor knows it"),
+    _not_needed("(algorithm|rollout).sampling_params.(max_new_tokens|add_BOS)", "follows from the family's processor"),
+    _not_needed("algorithm.length_params.**", "follows from the family's processor"),
     _key("algorithm.staleness_threshold", "runner.max_staleness", "", _max_staleness),
     _key("algorithm.behave_weight_threshold", "algorithm.decoupled.cap", "", _weight_cap),
     _key("algorithm.tau", "algorithm.off_policy.tau"),
@@ -662,17 +659,17 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     ),
     _absent(
         "algorithm.entropy_tuning.optim.lr_scheduler",
-        "the temperature's rate is constant",
+        "the learning rate of the temperature is constant",
         "algorithm.off_policy.alpha_lr",
         ("torch_constant", "constant"),
     ),
-    _not_needed("algorithm.entropy_tuning.optim.clip_grad", "the temperature is one number"),
-    _absent("algorithm.target_update_freq", "targets move in each update", "algorithm.off_policy.tau", (1,)),
+    _not_needed("algorithm.entropy_tuning.optim.clip_grad", "the temperature is a scalar"),
+    _absent("algorithm.target_update_freq", "targets move at every update", "algorithm.off_policy.tau", (1,)),
     _absent("algorithm.target_update_type", "all weights of the critics move", "algorithm.off_policy.tau", ("all",)),
     _absent(
         "algorithm.q_head_type", "critics are MLPs with LayerNorm", "algorithm.off_policy.layer_norm", ("default",)
     ),
-    _absent("algorithm.enable_drq", "pictures are not shifted in RL", "sft.random_shift_px", (False,)),
+    _absent("algorithm.enable_drq", "images are not shifted in RL", "sft.random_shift_px", (False,)),
     _key(
         "algorithm.demo_buffer.load_path",
         "algorithm.off_policy.demos",
@@ -693,11 +690,11 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("algorithm.dagger.beta_decay", "algorithm.dagger.beta_decay"),
     _absent(
         "algorithm.dagger.beta_schedule",
-        "it is multiplied in each iteration",
+        "beta is multiplied at every iteration",
         "algorithm.dagger.beta_decay",
         ("exponential",),
     ),
-    _absent("algorithm.dagger.beta_min", "it falls towards 0", "algorithm.dagger.beta_decay", (0, 0.0)),
+    _absent("algorithm.dagger.beta_min", "beta decays towards 0", "algorithm.dagger.beta_decay", (0, 0.0)),
     _absent("algorithm.dagger.only_save_expert", "all steps are labelled", "algorithm.dagger.gate_threshold", (False,)),
     _absent("algorithm.dagger.**", "demonstrations are kept in the replay buffer or in a store", "store.url"),
     _key("algorithm.q_weight", "algorithm.rlt.q_weight_end"),
@@ -709,11 +706,11 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("algorithm.actor_weight_schedule.online_q_weight", "algorithm.rlt.q_weight_end"),
     _key("algorithm.actor_weight_schedule.ramp_updates", "algorithm.rlt.ramp_updates"),
     _key("algorithm.actor_weight_schedule.warmup_updates", "algorithm.off_policy.critic_warm_up"),
-    _not_needed("algorithm.actor_weight_schedule.enable", "weights that are equal do not move"),
-    _absent("algorithm.rlt_schedule.**", "updates follow the chunks that are stored", "algorithm.off_policy.utd"),
+    _not_needed("algorithm.actor_weight_schedule.enable", "equal weights disable the schedule"),
+    _absent("algorithm.rlt_schedule.**", "updates follow the stored chunks", "algorithm.off_policy.utd"),
     _absent("algorithm.actor_update_action_noise", "the actor is Gaussian", "model.small_actor.initial_std", (False,)),
     *_same("algorithm", "algorithm.offline", "expectile", "temperature"),
-    _absent("algorithm.dropout_rate", "there is no dropout", "", (None, 0, 0.0)),
+    _absent("algorithm.dropout_rate", "no dropout", "", (None, 0, 0.0)),
     _key("algorithm.hidden_dims", "algorithm.off_policy.critic_hidden_sizes"),
     _key(
         "algorithm.nft_loss_form",
@@ -726,11 +723,11 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _absent(
         "algorithm.(nft_*|dpo_beta|recompute_v)", "pi-NFT has beta, objective and max_advantage", "algorithm.nft.beta"
     ),
-    _not_needed("algorithm.use_fixed_reset_state_ids", "env.train has it", "env.train.use_fixed_reset_state_ids"),
+    _not_needed("algorithm.use_fixed_reset_state_ids", "a setting of env.train", "env.train.use_fixed_reset_state_ids"),
     # env
     _not_needed("(env|rollout|actor|reward).group_name", "processes are named by their component"),
-    _unread("env.enable_offload", "env.enable_offload", "RLinf reads env.train.enable_offload alone"),
-    _absent("env.delay_sampler.**", "a step takes what it takes", "env.real_time.latency_s"),
+    _unread("env.enable_offload", "env.enable_offload", "RLinf reads only env.train.enable_offload"),
+    _absent("env.delay_sampler.**", "steps are not delayed", "env.real_time.latency_s"),
     _key("env.(train|eval).env_type", "env.env_type", "chooses env=PRESET", _env),
     _key("env.(train|eval).task_suite_name", "env.suite", "chooses env=PRESET", _suite),
     _key("env.train.total_num_envs", "env.train.total_num_envs", "", _envs("env.train.total_num_envs")),
@@ -738,30 +735,30 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("env.train.rollout_epoch", "algorithm.rollout_epoch"),
     _key("env.eval.rollout_epoch", "env.eval.num_episodes", "times environments", _episodes),
     _key("env.train.max_episode_steps", "env.max_episode_steps"),
-    _key("env.eval.max_episode_steps", "env.eval.max_episode_steps", "null where training has the same", _eval_steps),
+    _key("env.eval.max_episode_steps", "env.eval.max_episode_steps", "null where equal to training", _eval_steps),
     _key("env.train.max_steps_per_rollout_epoch", "env.train.max_steps_per_rollout_epoch"),
     _key("env.eval.max_steps_per_rollout_epoch", "env.eval.num_episodes", "its episodes", _episodes),
     *_same("env.train", "env.train", "auto_reset", "ignore_terminations", "use_fixed_reset_state_ids"),
     _not_needed("env.eval.auto_reset", "an evaluation plays env.eval.num_episodes", "env.eval.num_episodes"),
     _key("env.eval.ignore_terminations", "env.eval.to_step_limit"),
     _key("env.train.group_size", "algorithm.group_size"),
-    _absent("env.eval.group_size", "episodes of an evaluation have seeds of their own", "env.eval.seed", (1, None)),
-    _not_needed("env.eval.use_(fixed|ordered)_reset_state_ids", "evaluations have fixed seeds", "env.eval.seed"),
+    _absent("env.eval.group_size", "evaluation episodes have individual seeds", "env.eval.seed", (1, None)),
+    _not_needed("env.eval.use_(fixed|ordered)_reset_state_ids", "evaluation seeds are fixed", "env.eval.seed"),
     _absent(
         "env.train.use_ordered_reset_state_ids",
-        "initial states are drawn",
+        "initial states are sampled",
         "env.train.use_fixed_reset_state_ids",
         (False,),
     ),
     _key("env.train.seed", "env.train.seed"),
     _key("env.eval.seed", "env.eval.seed"),
-    _not_needed("env.(train|eval).(is_eval|num_group|num_envs|policy_mode)", "the component says it"),
+    _not_needed("env.(train|eval).(is_eval|num_group|num_envs|policy_mode)", "follows from the component"),
     _key("env.train.reward_coef", "env.success_bonus", "of sparse rewards", _success_bonus),
-    _not_needed("env.eval.reward_coef", "evaluations have the rewards of training"),
+    _not_needed("env.eval.reward_coef", "evaluations use the training rewards"),
     _key("env.train.use_rel_reward", "env.reward_mode", "true: dense_delta, false: dense", _relative_reward),
     _not_needed(
         "env.eval.(use_rel_reward|reward_mode|use_step_penalty|use_custom_reward|use_dense_reward)",
-        "evaluations have the rewards of training",
+        "evaluations use the training rewards",
     ),
     _key(
         "env.train.reward_mode",
@@ -772,7 +769,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _absent("env.train.use_step_penalty", "write it as a reward function", "reward.fn", (False,)),
     _absent("env.train.use_custom_reward", "write it as a reward function", "reward.fn", (False, None)),
     _key("env.train.enable_offload", "env.enable_offload"),
-    _not_needed("env.eval.enable_offload", "the simulators of training evaluate", "env.enable_offload"),
+    _not_needed("env.eval.enable_offload", "evaluations use the training simulators", "env.enable_offload"),
     _absent(
         "env.(train|eval).enable_init_offload",
         "simulators are offloaded after a rollout",
@@ -780,15 +777,15 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
         (False,),
     ),
     _key("env.train.num_env_subprocess", "env.num_processes"),
-    _not_needed("env.eval.num_env_subprocess", "the processes of training evaluate", "env.num_processes"),
+    _not_needed("env.eval.num_env_subprocess", "evaluations use the training processes", "env.num_processes"),
     _key("env.eval.video_cfg.save_video", "env.video.enabled"),
     _key("env.eval.video_cfg.fps", "env.video.fps"),
-    _not_needed("env.train.video_cfg.**", "evaluations are filmed, training is not", "env.video.enabled"),
+    _not_needed("env.train.video_cfg.**", "only evaluations are recorded", "env.video.enabled"),
     _not_needed(
-        "env.eval.video_cfg.**", "videos are in RUN/videos, with their outcome in the name", "env.video.enabled"
+        "env.eval.video_cfg.**", "videos are in RUN/videos, with the outcome in their names", "env.video.enabled"
     ),
     _key("env.train.init_params.id", "env.tasks", "chooses env=PRESET", _task),
-    _not_needed("env.eval.init_params.id", "env.eval.tasks takes others", "env.eval.tasks"),
+    _not_needed("env.eval.init_params.id", "env.eval.tasks selects other tasks", "env.eval.tasks"),
     _key("env.train.init_params.camera_heights", "env.cameras", "each height", _camera("height")),
     _key("env.train.init_params.camera_widths", "env.cameras", "each width", _camera("width")),
     _key("env.train.init_params.sensor_configs.height", "env.cameras", "each height", _camera("height")),
@@ -796,25 +793,23 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _not_needed("env.train.init_params.sim_backend", "the CPU's; on a GPU set physx_cuda", "env.sim_backend"),
     _absent(
         "env.train.init_params.control_mode",
-        "actions are changes of the hand's pose",
+        "actions are end-effector pose deltas",
         "",
         (None, "None", "pd_ee_delta_pose", "pd_ee_target_delta_pose"),
     ),
     _absent("env.train.init_params.sensor_configs.shader_pack", "", "env.render_detail", ("default", None)),
-    _absent("env.train.init_params.sim_config.**", "the task's own rates are taken", ""),
+    _absent("env.train.init_params.sim_config.**", "the task's own rates are used", ""),
     _absent(
         "env.train.init_params.(reward_mode|obj_set|use_multiple_plates)",
-        "an option of the task",
+        "a task option",
         "env.tasks",
         (False, "train", None),
     ),
     _not_needed(
         "env.train.init_params.(num_envs|obs_mode|render_mode|max_episode_steps|human_render_camera_configs.*)",
-        "other settings say it",
+        "follows from other settings",
     ),
-    _not_needed(
-        "env.eval.init_params.**", "evaluations have the simulator's settings of training", "env.eval.settings"
-    ),
+    _not_needed("env.eval.init_params.**", "evaluations use the simulator settings of training", "env.eval.settings"),
     _absent("env.train.init_params.**", "a setting of a simulator that is not built in", ""),
     _key(
         "env.(train|eval).task_id_filter",
@@ -832,31 +827,29 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key(
         "env.eval.data_collection.only_success",
         "collect.keep_failures",
-        "the opposite",
+        "the value is inverted",
         lambda value, recipe: {"collect.keep_failures": value is not True},
     ),
     _key("env.eval.data_collection.fps", "collect.fps"),
     _not_needed(
-        "env.(train|eval).data_collection.**", "`embodrl collect` gathers demonstrations", "collect.output_dir"
+        "env.(train|eval).data_collection.**", "`embodrl collect` collects demonstrations", "collect.output_dir"
     ),
     _not_needed(
         "env.(train|eval).(reset_gripper_open|specific_reset_id|wrap_obs_mode|obs_format|use_full_state)",
-        "the simulator's reset and the model's preset say it",
+        "follows from the simulator's reset and the model's preset",
         "env.include_state",
     ),
     _not_needed(
         "env.(train|eval).(action_dim|num_action_chunks|ref_num_action_chunks)",
-        "section model has it",
+        "a setting of section model",
         "model.num_action_chunks",
     ),
     _not_needed(
         "env.(train|eval).(center_crop|use_3rd_view_as_extra|use_wrist_image|wm_env_type)",
-        "section model has it",
+        "a setting of section model",
         "model.center_crop",
     ),
-    _unread(
-        "env.(train|eval).(omni_config|task_config).**", "", "RLinf hands it on to a simulator that is not built in"
-    ),
+    _unread("env.(train|eval).(omni_config|task_config).**", "", "RLinf passes it to a simulator that is not built in"),
     _absent(
         "env.(train|eval).(override_cfg|pico|glove_config|gello*|keyboard_reward_wrapper|use_gello*|use_pico"
         "|use_spacemouse|no_gripper|left_gello*|right_gello*|smooth_intervene|teleop*|main_image_key)(.**)?",
@@ -876,13 +869,13 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("rollout.enable_offload", "rollout.enable_offload"),
     _key("rollout.pipeline_stage_num", "rollout.pipeline_stages"),
     _key("rollout.recompute_logprobs", "algorithm.recompute_logprobs", "false: auto", _recompute),
-    _not_needed("rollout.unnorm_key", "section model has it", "model.unnorm_key"),
-    _not_needed("rollout.(collect_prev_infos|collect_transitions)", "what the loss learns from is kept"),
+    _not_needed("rollout.unnorm_key", "a setting of section model", "model.unnorm_key"),
+    _not_needed("rollout.(collect_prev_infos|collect_transitions)", "the data that the loss needs is always kept"),
     _absent("rollout.enable_torch_compile", "policies are not compiled"),
     _absent("rollout.enable_cuda_graph", "policies are not compiled", "", (False,)),
     _not_needed(
         "rollout.(sync_weight_nccl_max_ctas|gpu_memory_utilization|enforce_eager)",
-        "nothing of it is set",
+        "not configurable",
         "rollout.weight_sync",
     ),
     _not_needed("rollout.model.**", _ROLLOUT, "model"),
@@ -911,8 +904,10 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _absent("actor.optim.critic_warmup_steps", _STEPS, "actor.optim.critic_warmup_iterations", (0,)),
     _absent("actor.optim.lr_warmup_steps", _STEPS, "actor.optim.lr_warmup_iterations", (0, -1)),
     _absent("actor.optim.total_training_steps", _STEPS, "actor.optim.schedule_iterations"),
-    _absent("actor.optim.(min_lr|num_cycles)", "a part of the rate", "actor.optim.min_lr_ratio"),
-    _not_needed("actor.(critic|value)_optim.**", "one optimizer, with a rate for the critics", "actor.optim.value_lr"),
+    _absent("actor.optim.(min_lr|num_cycles)", "relative to the learning rate", "actor.optim.min_lr_ratio"),
+    _not_needed(
+        "actor.(critic|value)_optim.**", "one optimizer, with a learning rate for the critics", "actor.optim.value_lr"
+    ),
     _key("actor.fsdp_config.gradient_checkpointing", "actor.gradient_checkpointing"),
     _key("actor.fsdp_config.reshard_after_forward", "actor.fsdp.reshard_after_forward", "", lambda value, recipe: {}),
     _absent("actor.fsdp_config.cpu_offload", "", "actor.fsdp.cpu_offload", (False,)),
@@ -928,12 +923,12 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _not_needed("actor.fsdp_config.**", "FSDP2 shards by block: actor.fsdp", "actor.fsdp"),
     _absent(
         "actor.(enable_sft_co_train|sft_loss_weight|sft_data_path|config_name)",
-        "imitation beside RL",
+        "imitation alongside RL",
         "algorithm.bc_coef",
         (False,),
     ),
     _absent("actor.(compile_model|offline_torch_compile)", "policies are not compiled", "", (False,)),
-    _absent("actor.enable_drq", "pictures are not shifted in RL", "sft.random_shift_px", (False,)),
+    _absent("actor.enable_drq", "images are not shifted in RL", "sft.random_shift_px", (False,)),
     _not_needed("actor.(use_fsdp_wrap|num_steps)", "FSDP2 shards by block"),
     # model
     _key("actor.model.(model_type|model_name)", "model.model_type", "chooses model=PRESET", _model),
@@ -942,8 +937,8 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("actor.model.precision", "actor.precision", "and rollout.precision, actor.param_dtype", _precision),
     _key("actor.model.num_action_chunks", "model.num_action_chunks"),
     _key("actor.model.action_dim", "model.action_dim", "", _action_dim),
-    _not_needed("actor.model.add_value_head", "the preset of the algorithm says it", "model.add_value_head"),
-    _not_needed("actor.model.value_type", "reward_type says it", "model.value_head.output"),
+    _not_needed("actor.model.add_value_head", "follows from the algorithm's preset", "model.add_value_head"),
+    _not_needed("actor.model.value_type", "follows from reward_type", "model.value_head.output"),
     _key("actor.model.unnorm_key", "model.unnorm_key"),
     _key("actor.model.center_crop", "model.center_crop"),
     _key("actor.model.is_lora", "model.trainable", "true: lora", _lora),
@@ -973,7 +968,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
             else {}
         ),
     ),
-    _key("actor.model.openpi.noise_params", "model.flow.noise_std_max", "the first; it is not annealed", _noise_range),
+    _key("actor.model.openpi.noise_params", "model.flow.noise_std_max", "the first value; not annealed", _noise_range),
     _key("actor.model.openpi.joint_logprob", "model.flow.joint", "of flow_noise", _joint),
     _key("actor.model.openpi.train_expert_only", "model.trainable", "true: action_expert", _trainable),
     _key("actor.model.openpi.detach_critic_input", "model.value_head.detach"),
@@ -1012,10 +1007,10 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
         "actor.model.openpi.(action_chunk|action_horizon|action_env_dim|num_steps|add_value_head|num_images_in_input"
         "|dsrl_*|task|is_nft|ignore_last|model_action_dim|paligemma_variant|action_expert_variant|max_token_len"
         "|discrete_state_input|use_rlt|rlt_*|pi05|state_indices)",
-        "the checkpoint or another key says it",
+        "follows from the checkpoint or another key",
         "model.pi",
     ),
-    _not_needed("actor.model.openpi_data.**", "the checkpoint's statistics say it", "model.stats_path"),
+    _not_needed("actor.model.openpi_data.**", "follows from the checkpoint's statistics", "model.stats_path"),
     _key(
         "actor.model.num_q_heads",
         "algorithm.off_policy.num_q",
@@ -1025,18 +1020,18 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _absent(
         "actor.model.q_head_type", "critics are MLPs with LayerNorm", "algorithm.off_policy.layer_norm", ("default",)
     ),
-    _not_needed("actor.model.(add_q_head|ref_num_action_chunks|z_dim)", "the loss says it", "algorithm"),
+    _not_needed("actor.model.(add_q_head|ref_num_action_chunks|z_dim)", "follows from the loss", "algorithm"),
     _not_needed(
         "actor.model.(image_size|image_num|num_images_in_input|state_dim|obs_dim|proprio_dim|hidden_size|vocab_size"
         "|max_prompt_length|tokenizer_path|embodiment_tag|obs_converter_type|input_type|rl_head_config.*"
         "|implement_version|policy_setup|model_config|modality_config*|backbone_model_path|action_env_dim)",
-        "the checkpoint, the simulator or the model's preset says it",
+        "follows from the checkpoint, the simulator or the model's preset",
         "model",
     ),
     _not_needed(
         "actor.model.(attn_implementation|low_cpu_mem_usage|trust_remote_code|gradient_checkpointing"
         "|sharding_strategy|padding_value|use_cache)",
-        "chosen here, and no code of checkpoints runs",
+        "chosen here; code in checkpoints never runs",
     ),
     _key(
         "actor.model.(mlp_hidden_dim|hidden_dim)",
@@ -1054,16 +1049,16 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _absent("reward.use_reward_model", "write a reward as module:function", "reward.fn", (False,)),
     _absent("reward.**", "write a reward as module:function (docs/algorithms.md)", "reward.fn"),
     _absent("router_server_args.**", "write a reward as module:function", "reward.fn"),
-    _not_needed("critic.use_critic_model", "the loss says it", "algorithm.loss_type"),
+    _not_needed("critic.use_critic_model", "follows from the loss", "algorithm.loss_type"),
     _absent(
         "data.(task_name|dataset_type|dataset_path)",
-        "D4RL is not built in; a dataset of `embodrl collect`",
+        "D4RL is not built in; use a dataset of `embodrl collect`",
         "algorithm.off_policy.demos",
     ),
-    _not_needed("data.**", "runner.seed and actor.global_batch_size say it", "actor.global_batch_size"),
+    _not_needed("data.**", "follows from runner.seed and actor.global_batch_size", "actor.global_batch_size"),
     _unread("hydra.**", "", "Hydra's own; runs are in runner.output_dir"),
 )
-"""The first match counts."""
+"""Mapping of RLinf keys; the first match counts."""
 
 
 def _flow(recipe: Recipe) -> str:

@@ -1,9 +1,9 @@
-"""Settings that run code, and whose settings those are.
+"""Settings that run code, and the trust in their origin.
 
-The command line, shipped presets and YAML files of one's own may name modules, functions and programs to run. The
-configuration of a run may come from somebody else: a run directory is shared, copied and unpacked from archives. So a
-run's ``config.yaml`` carries an approval of its settings that run code, keyed with a secret of the user who started
-the run; without a valid one they are refused before anything is imported, unless the user trusts the file.
+The command line, shipped presets and the user's own YAML files may name modules, functions and programs to run. The
+configuration of a run may come from somebody else: run directories are shared, copied and unpacked from archives. So a
+run's ``config.yaml`` carries an approval of its settings that run code, keyed with a secret of the user who started the
+run; without a valid approval they are refused before anything is imported, unless the user trusts the file.
 """
 
 from __future__ import annotations
@@ -27,27 +27,28 @@ from embodrl.fields import open_regular_file, read_regular_file
 logger = logging.getLogger(__name__)
 
 CODE_SETTINGS = {
+    "actor.optim.fn": "a function",
     "algorithm.adv_type": "a function, if it is module:function",
     "algorithm.loss_type": "a function, if it is module:function",
     "algorithm.off_policy.intervention_device": "a function, if it is module:function",
     "algorithm.srpo.encoder": "a function, if it is module:function",
-    "cluster.ray_address": "the Ray cluster that is joined, whose head node controls what its nodes run",
-    "env.id": "a module that is imported, if it is module:Name",
+    "cluster.ray_address": "the Ray cluster to join, whose head node controls what its nodes run",
+    "env.id": "a module to import, if it is module:Name",
     "env.reset_fn": "a function",
     "env.robot": "a function, if it is module:function",
-    "env.robot_module": "a module that is imported",
+    "env.robot_module": "a module to import",
     "env.success_fn": "a function",
     "env.python": "the program that runs the simulators, unless it is auto",
-    "extensions": "modules that are imported",
+    "extensions": "modules to import",
     "model.python": "the program that runs the policy",
     "pipeline.fn": "a function",
-    "recipe.collect": "settings of a stage, any of these among them",
-    "recipe.rl": "settings of a stage, any of these among them",
-    "recipe.sft": "settings of a stage, any of these among them",
+    "recipe.collect": "settings of a stage, including any of these",
+    "recipe.rl": "settings of a stage, including any of these",
+    "recipe.sft": "settings of a stage, including any of these",
     "reward.fn": "a function",
     "rollout.workflow": "a class",
 }
-"""Dotted keys of the settings that run code, and what each names."""
+"""Dotted key of each setting that runs code -> what it names."""
 _ALWAYS = (
     *("cluster.ray_address", "env.python", "env.robot_module", "extensions", "model.python"),
     *("recipe.collect", "recipe.rl", "recipe.sft"),
@@ -56,7 +57,7 @@ TRUST_VARIABLE = "EMBODRL_TRUST"
 SEAL = "# SHA-256 of all above: "
 _APPROVAL = re.compile(r"^# approval of the settings that run code: ([0-9a-f]{64})$", re.MULTILINE)
 RUN_FILES = ("metrics.jsonl", "sft_metrics.jsonl", "provenance.json", "checkpoints", "policy", "policy_best", ".lock")
-"""Beside one of these a config.yaml is that of a run."""
+"""Files that mark a config.yaml next to them as a run's."""
 
 
 def code_settings(tree: Node) -> dict[str, object]:
@@ -68,17 +69,12 @@ def code_settings(tree: Node) -> dict[str, object]:
 def _runs_code(key: str, value: object) -> bool:
     if value in (None, "auto", "", []):
         return False
-    # A reference (${section.key}) may become anything.
+    # A reference (${section.key}) may resolve to anything.
     return key in _ALWAYS or not isinstance(value, str) or ":" in value or "${" in value
 
 
 def untrusted_code(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
-    """Return a problem per setting of an untrusted file that would run code; those of the command line are not meant.
-
-    Args:
-        tree: of the configuration, with the command line applied.
-        origins: names of the files, as in the origins of their values.
-    """
+    """Return a problem for each code-running setting whose origin is one of the untrusted files."""
     problems: list[ConfigProblem] = []
     for key, value in code_settings(tree).items():
         node = lookup(tree, key)
@@ -90,11 +86,11 @@ def untrusted_code(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
             problems.append(
                 ConfigProblem(
                     key,
-                    f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[key]}; this is the file of a run that"
-                    " this user has not started, or of another user, or everybody can write it",
+                    f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[key]}; the file is of a run that"
+                    " this user did not start, belongs to another user, or is world-writable",
                     str(foreign.origin),
-                    hint=f"look at the file and what it names; then repeat the command with --trust (or"
-                    f" {TRUST_VARIABLE}=1), or give the setting on the command line",
+                    hint=f"review the file and the code that it names; then repeat the command with --trust (or"
+                    f" {TRUST_VARIABLE}=1), or set it on the command line",
                     code="settings-run-code",
                 )
             )
@@ -104,14 +100,14 @@ def untrusted_code(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
 def is_trusted(path: Path, tree: Node, text: str | None = None, of_run: bool = False) -> bool:
     """Return whether settings of a file may run code.
 
-    That is so for a file of the user's own that is not of a run, and for one of a run that this user has started. Own
-    is what belongs to the user or to root, and not everybody can write: where it came from, a file does not tell.
+    True for a user's own file outside of runs, and for the file of a run that this user started. A file is the user's
+    own if it belongs to the user or root and is not world-writable; its true source is unknown.
 
     Args:
-        path: of the file.
-        tree: its values.
-        text: its content, if that is not the file's.
-        of_run: it is used as that of a run, whatever is beside it: what comes from elsewhere may be incomplete.
+        path: configuration file.
+        tree: values of the file.
+        text: content used in place of the file's.
+        of_run: treat the file as a run's even without run files next to it, since copies may be incomplete.
     """
     settings = code_settings(tree)
     if not settings or os.environ.get(TRUST_VARIABLE) == "1":
@@ -139,30 +135,30 @@ def is_of_run(path: Path) -> bool:
 
 
 def approval(settings: Mapping[str, object]) -> str:
-    """Return the line with which a run's configuration says that this user has approved its settings that run code.
+    """Return the line of a run's configuration that records this user's approval of its settings that run code.
 
-    It is empty where there are none, or where the user's secret can't be kept, which is logged.
+    Empty if there are none, or if the user's secret can't be stored, which is logged.
     """
     digest = approve(settings) if settings else ""
     return f"# approval of the settings that run code: {digest}\n" if digest else ""
 
 
 def approve(content: Mapping[str, object]) -> str:
-    """Return the digest with which a file says that this user has written a JSON-able content.
+    """Return a digest that proves that this user wrote a JSON-able content.
 
-    It is empty where the user's secret can't be kept, which is logged.
+    Empty if the user's secret can't be stored, which is logged.
     """
     path = _key_file()
     key = _read_key(path) or _make_key(path)
     if key is None:
-        text = "%s can't be written: to resume this, if it has settings that run code, give --trust"
+        text = "%s can't be written: to resume this with settings that run code, use --trust"
         logger.warning(text, path)
         return ""
     return _digest(key, content)
 
 
 def is_approved(content: Mapping[str, object], digest: str) -> bool:
-    """Return whether this user has written a content, as ``approve`` told then; or trusts every file."""
+    """Return whether this user wrote a content, by its ``approve`` digest, or trusts every file."""
     if os.environ.get(TRUST_VARIABLE) == "1":
         return True
     key = _read_key(_key_file())
@@ -187,7 +183,7 @@ def _read_key(path: Path) -> bytes | None:
 
 
 def _make_key(path: Path) -> bytes | None:
-    """Write a new secret, unless another process is faster; return the one that is there then."""
+    """Write a new secret, unless another process is faster; return the stored one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

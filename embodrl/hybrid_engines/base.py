@@ -17,7 +17,7 @@ from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.training.state_shapes import StateShapes
 
 Counters = dict[str, int]
-"""The part of an engine's state that is not a tensor: ``version`` and ``nonfinite_in_row``."""
+"""The non-tensor part of an engine's state: ``version`` and ``nonfinite_in_row``."""
 FileFacts = dict[str, dict[str, int | str]]
 """By path inside a checkpoint: ``num_bytes`` and ``sha256``."""
 
@@ -29,12 +29,7 @@ def counters_of(fields: Fields) -> Counters:
 
 @dataclass(frozen=True)
 class EngineState:
-    """All that an engine needs to continue where it stopped.
-
-    Attributes:
-        tensors: ``policy``, ``optimizer`` and, where there is one, ``reference``, each by name.
-        state: what can be written as JSON.
-    """
+    """Everything an engine needs to continue; ``tensors`` has ``policy``, ``optimizer`` and, if kept, ``reference``."""
 
     tensors: dict[str, dict[str, Tensor]]
     state: Counters
@@ -45,7 +40,7 @@ class OptimizerStep:
     """Outcome of an optimizer step.
 
     Attributes:
-        applied: False if the loss or the gradient was not finite, and the weights are as before.
+        applied: False if the loss or the gradient was not finite; the weights are then unchanged.
         grad_norm: L2 norm over all gradients before clipping.
     """
 
@@ -54,10 +49,9 @@ class OptimizerStep:
 
 
 class TrainEngine(ABC):
-    """Holds the weights that train, and their optimizer; here or in other processes.
+    """Holds the trained weights and their optimizer, in this process or in others.
 
-    Attributes:
-        memory: what ``offload`` takes off the device; None for nothing.
+    ``memory`` are the tensors that ``offload`` moves off the device; None for none.
     """
 
     memory: Offload | None = None
@@ -65,26 +59,26 @@ class TrainEngine(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """Completed updates; also the version of the weights."""
+        """Number of completed updates; also the version of the weights."""
 
     @abstractmethod
     def attach(self, update: str, config: Config, on_step: Callable[[int, int], None] | None = None) -> Any:
-        """Make an update that drives this engine, and stands where it stands.
+        """Create an update that drives this engine, at the engine's current state.
 
         Args:
-            update: ``module:Class``, made with a ``PolicyTrainEngine`` of that process, the configuration and
+            update: ``module:Class``, constructed with the process's ``PolicyTrainEngine``, the configuration and
                 ``on_step``.
-            config: the run.
-            on_step: called with how many optimizer steps of an update are done, and how many there are; not from other
+            config: run configuration.
+            on_step: called with the finished and the total number of optimizer steps of an update; never from other
                 processes.
 
         Returns:
-            the update, or what calls it in every training process and returns the answer of rank 0.
+            the update, or a proxy that calls it in every training process and returns the answer of rank 0.
         """
 
     @abstractmethod
     def complete_update(self) -> None:
-        """Raise ``version`` by one.
+        """Increment ``version``.
 
         Raises:
             NonFiniteError: weights are not finite.
@@ -94,8 +88,8 @@ class TrainEngine(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors of the policy, without copies."""
 
-    def fetch(self) -> None:  # noqa: B027 - most train the policy itself
-        """Bring the weights into the policy that the engine was made with, if they are elsewhere."""
+    def fetch(self) -> None:  # noqa: B027 - most engines train the policy itself
+        """Copy the weights into the engine's original policy, if they are elsewhere."""
 
     @abstractmethod
     def state_dict(self) -> EngineState:
@@ -103,51 +97,50 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def load_state_dict(self, saved: EngineState) -> None:
-        """Go back to a saved state.
+        """Restore a saved state.
 
         Raises:
-            CheckpointError: names or shapes are not those of this policy.
+            CheckpointError: names or shapes do not match this policy.
         """
 
     @abstractmethod
     def counters(self) -> Counters:
-        """Return the part of the state that can be written as JSON."""
+        """Return the JSON-serialisable part of the state."""
 
     @abstractmethod
     def save_shards(self, directory: Path) -> FileFacts:
-        """Write the tensors of the state, each process what it holds; see ``sharded_checkpoint.save_state``.
+        """Write the state's tensors, each process its shard; return size and SHA-256 of all files by relative path.
 
-        Returns:
-            size and SHA-256 of all files by path inside the directory.
+        See ``sharded_checkpoint.save_state``.
 
         Raises:
-            OSError: they could not be written.
+            OSError: the files could not be written.
         """
 
     @abstractmethod
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
-        """Go back to what ``save_shards`` wrote, perhaps with another backend or number of processes.
+        """Restore the output of ``save_shards``, possibly from another backend or number of processes.
 
         Raises:
-            CheckpointError: it is of another policy, or can't be read.
+            CheckpointError: the shards belong to another policy, or are unreadable.
         """
 
     @abstractmethod
     def shapes(self) -> StateShapes:
         """Return the sections, names and shapes of the state, and its size once every weight has been trained."""
 
-    def check(self) -> None:  # noqa: B027 - most have nothing that could be gone
-        """Raise if a process that the engine needs has gone.
+    def check(self) -> None:  # noqa: B027 - most engines have no other processes
+        """Raise if a process that the engine needs is dead.
 
         Raises:
             WorkerDied: with its rank and its last output.
         """
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """End the processes that the engine started."""
+    def close(self) -> None:  # noqa: B027 - most engines hold no resources
+        """Stop the processes that the engine started."""
 
     def onload(self) -> None:
-        """Bring back what ``offload`` took, and the driver's policy."""
+        """Bring back the offloaded tensors and the driver's policy."""
         if self.memory is not None:
             self.memory.onload()
 
@@ -156,17 +149,9 @@ class TrainEngine(ABC):
         return nullcontext() if self.memory is None else self.memory.present()
 
     def offload(self) -> OffloadReport | None:
-        """Take off the device what only training needs; the next call that needs it brings it back.
-
-        Returns:
-            the memory before and after; None if nothing was moved.
-        """
+        """Offload training-only tensors until needed; return the memory before and after, None if unmoved."""
         return None if self.memory is None else self.memory.offload()
 
     def take_peak_memory(self) -> int | None:
-        """Return the most bytes that a process which trains had allocated on its GPU since the last call.
-
-        Returns:
-            of several processes the largest number; None on a CPU.
-        """
+        """Return the peak GPU bytes of any training process since the last call; None on a CPU."""
         return None

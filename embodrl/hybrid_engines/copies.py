@@ -1,4 +1,4 @@
-"""Copies of a policy that stay as they are while the policy trains."""
+"""Copies of a policy that stay fixed while the policy trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from embodrl.models.base import VLAPolicy
 
 
 def frozen_copy(policy: VLAPolicy, trained: Iterable[nn.Parameter]) -> VLAPolicy:
-    """Return a policy with copies, without gradients, of the weights that train; the others are shared."""
+    """Return a policy with gradient-free copies of the trained weights; all other weights are shared."""
     copied = {id(p) for p in trained}
     shared = {id(p): p for p in policy.parameters() if id(p) not in copied}
     twin = copy.deepcopy(policy, shared)

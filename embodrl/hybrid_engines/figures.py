@@ -1,4 +1,4 @@
-"""What an engine estimates its memory from, for `embodrl plan`."""
+"""Input figures of an engine's memory estimate, for `embodrl plan`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from embodrl.models.base import VLAPolicy
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on the device while a micro-batch is differentiated.
+    """Bytes on the device during the backward pass of a micro-batch.
 
     Attributes:
-        weights: parameters and buffers, and their copies in the type of autocast.
-        gradients: of what trains.
-        optimizer: AdamW's two moments, in the type of the weights; of weights in half precision, in float32 with a
-            copy of the weights.
+        weights: parameters and buffers, and their copies in the autocast type.
+        gradients: gradients of the trained weights.
+        optimizer: AdamW's two moments, in the type of the weights; for half-precision weights in float32, with a copy
+            of the weights.
         activations: kept for the backward pass of one micro-batch.
     """
 
@@ -26,23 +26,23 @@ class TrainingMemory:
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
+        """Total in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
 @dataclass(frozen=True)
 class ModelFigures:
-    """Bytes of the model, and of what it leaves behind.
+    """Bytes of the model and of the data it produces.
 
     Attributes:
-        policy: without its weights.
+        policy: policy without its weights.
         training: weights, gradients, optimizer and activations of one process.
-        trained: of the trained parameters.
-        plain: of the weights without copies.
-        kv_cache: of one rollout process.
-        recorded: of one chunk of one environment.
-        gathered: of the weights that a process of fsdp has whole at a time, in addition to its part.
-        num_parameters: of the policy.
+        trained: trained parameters.
+        plain: weights without copies.
+        kv_cache: KV cache of one rollout process.
+        recorded: one chunk of one environment.
+        gathered: weights that an fsdp process holds unsharded at a time, in addition to its shard.
+        num_parameters: number of parameters (not bytes).
     """
 
     policy: VLAPolicy

@@ -1,4 +1,4 @@
-"""Tensors of an engine that leave the device between phases, and come back bit-exact."""
+"""Engine tensors that leave the device between phases and return bit-exact."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """Memory before and after.
-
-    Attributes:
-        device: where the tensors live.
-        before: bytes that PyTorch had allocated there; on a CPU those of the tensors concerned.
-        after: the same, afterwards.
-    """
+    """Bytes that PyTorch allocated on ``device`` before and after; on a CPU, bytes of the tensors themselves."""
 
     device: torch.device
     before: int
@@ -26,7 +20,7 @@ class OffloadReport:
 
     @staticmethod
     def total(reports: Sequence[OffloadReport]) -> OffloadReport | None:
-        """Return what several processes freed together; None if none did."""
+        """Return the sum over several processes; None if none freed memory."""
         if not reports:
             return None
         return OffloadReport(reports[0].device, sum(r.before for r in reports), sum(r.after for r in reports))
@@ -36,14 +30,11 @@ class OffloadReport:
 
 
 class Offload:
-    """Takes the memory of tensors to the host and gives it back, in place.
+    """Moves the memory of tensors to the host and back, in place.
 
-    It is the storages that move: every tensor, view and optimizer state keeps its identity; of a ``DTensor``, this
-    rank's part. While they are away, the tensors must not be used. On a CPU the host's copy is other memory of the same
-    kind, which saves nothing and shows that nothing else changes.
-
-    Args:
-        tensors: of the engine, queried each time: gradients and optimizer state come and go.
+    Only the storages move: every tensor, view and optimizer state keeps its identity; of a ``DTensor``, this rank's
+    shard moves. Do not use offloaded tensors. On a CPU the host copy saves nothing, but exercises the same code.
+    ``tensors`` is called each time, since gradients and optimizer state come and go.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -52,13 +43,13 @@ class Offload:
 
     @property
     def is_offloaded(self) -> bool:
-        """The tensors are away."""
+        """Whether the tensors are offloaded."""
         return bool(self._away)
 
     def offload(self) -> OffloadReport | None:
-        """Take the tensors off their device; None if they are away already, or there are none.
+        """Move the tensors off their device; return None if already offloaded, or without tensors.
 
-        Memory that can't be given up (mapped files, shared memory) stays.
+        Memory that cannot be released (mapped files, shared memory) stays.
         """
         storages = {} if self._away else _storages(self._tensors())
         if not storages:
@@ -66,7 +57,7 @@ class Offload:
         device = next(iter(storages.values())).device
         before = _allocated(device, storages.values())
         for storage in storages.values():
-            # PyTorch keeps pinned memory for the next time; pinning what was allocated otherwise would cost a copy.
+            # PyTorch caches pinned memory for reuse; pinning memory from another allocator would cost a copy.
             pinned = storage.device.type == "cuda"
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
             host.copy_(storage, non_blocking=pinned)
@@ -79,7 +70,7 @@ class Offload:
         return OffloadReport(device, before, _allocated(device, storages.values()))
 
     def onload(self) -> OffloadReport | None:
-        """Bring the tensors back; None if they are not away."""
+        """Bring the tensors back; return None if they are not offloaded."""
         if not self._away:
             return None
         device = self._away[0][0].device
@@ -94,7 +85,7 @@ class Offload:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Bring the tensors back for a while if they are away."""
+        """Temporarily bring the tensors back if they are offloaded."""
         away = self.is_offloaded
         self.onload()
         try:
@@ -105,7 +96,7 @@ class Offload:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the state of an optimizer and the gradients of what it trains."""
+    """Yield an optimizer's state tensors and the gradients of its parameters."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
     for group in optimizer.param_groups:
@@ -113,7 +104,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the memory of tensors, each once, by its address."""
+    """Return the distinct storages of tensors, by address."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         local: Tensor = getattr(tensor, "_local_tensor", tensor)
@@ -125,13 +116,13 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until the copies are done, in whatever stream the tensors are used next."""
+    """Wait until the copies are done, in whichever stream the tensors are used next."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU in use by all processes; 0 on a CPU."""
+    """Return the bytes in use on a GPU by all processes; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -139,7 +130,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def take_peak_bytes(device: torch.device) -> int | None:
-    """Return the most that PyTorch had allocated on a GPU since the last call; None on a CPU."""
+    """Return PyTorch's peak allocation on a GPU since the last call; None on a CPU."""
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device)

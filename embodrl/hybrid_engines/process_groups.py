@@ -1,4 +1,4 @@
-"""Process groups of ``torch.distributed``: where they listen, how long they wait, and who is blamed when one fails."""
+"""Process groups of ``torch.distributed``: listening address, timeouts, and the cause of failures."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from embodrl.errors import WorkerDied, WorkerError
 from embodrl.hybrid_engines.training.sharding import DP, TP
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_DEATH_S = 5.0  # that a death may take to be known after the others' connections have noticed it
+_DEATH_S = 5.0  # delay until a death is detected after the others' connections have noticed it
 _CONNECTION = re.compile(r"gloo|NCCL|Timed out|[Cc]onnection (closed|reset|refused)|DistStoreError")
 
 
 @contextmanager
 def loopback_only(one_machine: bool) -> Iterator[None]:
-    """Make gloo listen on the loopback interface alone, where all processes of the groups made here are of one machine.
+    """Make gloo listen only on the loopback interface, if all processes of the group are on one machine.
 
-    By default it listens, without authentication, on the address that the host name resolves to. A user's choice of
-    the interface stands.
+    By default it listens, without authentication, on the address that the host name resolves to. An interface set by
+    the user is kept.
     """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not (one_machine and names) or _INTERFACE in os.environ:
@@ -39,7 +39,7 @@ def loopback_only(one_machine: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        # Further groups of this process, e.g. of a weight sync to another machine, need the network.
+        # Other groups of this process, e.g. of a weight sync to another machine, need the network.
         del os.environ[_INTERFACE]
 
 
@@ -49,11 +49,11 @@ def join_mesh(
     """Create the default process group of the training processes, and their mesh.
 
     Args:
-        device: that the policy trains on.
-        rendezvous: ``init_method``, the same for all.
-        rank: of this process.
+        device: device that the policy trains on.
+        rendezvous: ``init_method``, equal in all processes.
+        rank: rank of this process.
         world_size: number of processes.
-        tensor_parallel: processes that share a layer; divides ``world_size``.
+        tensor_parallel: number of processes that share a layer; divides ``world_size``.
         timeout_s: seconds that a process waits for the others in a collective call.
 
     Returns:
@@ -64,7 +64,7 @@ def join_mesh(
     dist.init_process_group(backend, rendezvous, timeout, world_size, rank)
     shape = (world_size // tensor_parallel, tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, TP))
-    for group in mesh.get_all_groups():  # they do not inherit it
+    for group in mesh.get_all_groups():  # new groups do not inherit the timeout
         _set_pg_timeout(timeout, group)
     return mesh
 
@@ -74,15 +74,15 @@ class Call(Protocol):
 
     @property
     def futures(self) -> Mapping[int, Future[Any]]:
-        """By rank; what they hold is the caller's."""
+        """Futures by rank; the caller knows the type of their results."""
         ...
 
 
 def cause_of(call: Call, error: WorkerError) -> WorkerError:
-    """Return what is behind an error of a collective call.
+    """Return the root cause of an error in a collective call.
 
-    A process that lives and does not take part is noticed by those that wait for it: they raise the errors of their
-    connections, and would be blamed for them. Connections may notice a death before its parent does.
+    A live process that does not take part is noticed by the processes that wait for it: they raise connection errors
+    and would be blamed. Connections may also notice a death before the parent process does.
     """
     silent = sorted(rank for rank, future in call.futures.items() if not future.done())
     if isinstance(error, WorkerDied) or not silent or not _CONNECTION.search(error.message):
@@ -95,7 +95,7 @@ def cause_of(call: Call, error: WorkerError) -> WorkerError:
     return WorkerError(
         f"the training process of {ranks} did not take part in a collective call; another one, which waited for it,"
         f" reports: {error.message.splitlines()[0]}",
-        f"see the log of {ranks}; if it was only slow, raise cluster.collective_timeout_s",
+        f"see the log of {ranks}; if the process was only slow, raise cluster.collective_timeout_s",
         silent[0],
         log_tail=error.log_tail,
         code="collective-timeout",

@@ -1,4 +1,4 @@
-"""The engines without settings of their own, for the configuration: no torch here."""
+"""Specs of the engines without settings of their own: no torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner is: the part of a run that says what an iteration does."""
+"""Learners: the part of a run that defines an iteration."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from embodrl.storage.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class LearnerState:
-    """What a learner keeps in a checkpoint, apart from the engine's state.
-
-    Attributes:
-        content: JSON.
-        tensors: section -> name -> tensor.
-        blobs: name -> bytes.
-    """
+    """Checkpoint contents besides the engine's state: JSON, tensors by section and name, named bytes."""
 
     content: Mapping[str, object]
     tensors: Mapping[str, dict[str, Tensor]] = field(default_factory=dict[str, "dict[str, Tensor]"])
@@ -31,15 +25,14 @@ class LearnerState:
 
 
 class Learner(ABC):
-    """What an iteration does. The trainer walks it, and evaluates, logs and saves in between.
+    """Defines an iteration. The trainer drives it, and evaluates, logs and saves in between.
 
     Args:
-        policy: of this process; has the weights that train after ``engine.fetch``.
-        engine: holds the weights that train.
+        policy: this process's policy; has the trained weights after ``engine.fetch``.
 
     Attributes:
-        is_updating: an update has begun and is not complete: what there is can neither be saved nor undone.
-        records_videos: evaluations write videos as ``env.video`` says.
+        is_updating: an update is in progress: the current state can be neither saved nor undone.
+        records_videos: evaluations write videos according to ``env.video``.
     """
 
     records_videos = False
@@ -51,47 +44,48 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, iteration: int) -> Row:
-        """Do what comes after so many iterations; return its metrics, with the new number as ``iteration``.
+        """Run the iteration that follows this many; return its metrics, with the new number as ``iteration``.
 
         Raises:
-            InterruptedError: the run is to stop, and the update had not begun: ``undo`` leaves it as it was before.
+            InterruptedError: the run is stopping before the update began: ``undo`` restores the state before the
+                iteration.
         """
 
     @abstractmethod
     def evaluate(self, video_dir: Path | None) -> Row:
-        """Measure the policy; return the metrics.
+        """Evaluate the policy; return the metrics.
 
         Raises:
-            InterruptedError: the run is to stop.
+            InterruptedError: the run is stopping.
         """
 
     @abstractmethod
     def state(self) -> LearnerState:
-        """Return what ``load_state`` needs to continue from here."""
+        """Return the input of ``load_state`` that continues from here."""
 
     @abstractmethod
     def load_state(self, checkpoint: Checkpoint) -> None:
-        """Continue from a checkpoint, whose engine state is loaded.
+        """Continue from a checkpoint whose engine state is loaded.
 
         Raises:
-            CheckpointError: it was made with other settings.
+            CheckpointError: the state was made with other settings.
         """
 
     def first_row(self) -> Row:
-        """Return the row of a run that has done nothing yet, for its evaluation before the first update."""
+        """Return the row of the evaluation before the first update."""
         return {"iteration": 0}
 
-    def begin(self) -> None:  # noqa: B027 - a learner need not do anything then, as below
-        """Let others have the weights that the run begins with."""
+    def begin(self) -> None:  # noqa: B027 - optional for learners, like the hooks below
+        """Publish the run's initial weights."""
 
     def undo(self) -> None:  # noqa: B027
-        """Be as before the iteration that was interrupted."""
+        """Return to the state before the interrupted iteration."""
 
     def prepare_save(self) -> None:  # noqa: B027
-        """Drop what a checkpoint does not keep, so that a run that continues and one that is resumed do the same."""
+        """Drop state that checkpoints do not keep, so that a continued run and a resumed one behave alike."""
 
     def saved(self, iteration: int) -> None:  # noqa: B027
-        """Do what may follow once a checkpoint after so many iterations is written."""
+        """Run follow-up work after the checkpoint of an iteration is written."""
 
     def release_after_save(self) -> None:  # noqa: B027
-        """Free what saving brought back to the device."""
+        """Free device memory that saving brought back."""

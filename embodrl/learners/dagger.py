@@ -1,7 +1,7 @@
-"""DAgger: imitation of an expert's labels in a growing store, by the policy's own supervised loss.
+"""DAgger: imitation of an expert's labels in a growing store, with the policy's own supervised loss.
 
-Ross et al. 2011, "A Reduction of Imitation Learning and Structured Prediction to No-Regret Online Learning",
-arXiv 1011.0686.
+Ross et al. 2011, "A Reduction of Imitation Learning and Structured Prediction to No-Regret Online Learning", arXiv
+1011.0686.
 """
 
 from __future__ import annotations
@@ -29,16 +29,6 @@ class DaggerUpdater(ReplayUpdater):
     """Trains any policy on observations with the expert's actions, on any engine.
 
     There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
-
-    Args:
-        config: the run.
-        policy: policy of this process, which makes inputs of observations.
-        engine: holds the weights that train.
-        store: labelled observations.
-        on_step: called with how many optimizer steps of an update are done, and how many there are.
-
-    Attributes:
-        num_updates: optimizer steps so far.
     """
 
     def __init__(
@@ -92,5 +82,5 @@ class DaggerUpdater(ReplayUpdater):
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
-        # Checkpoints of native engines had it among the engine's counters.
+        # Older checkpoints of native engines keep it among the engine's counters.
         self.num_updates = (state if "num_updates" in state else state.fields("engine")).integer("num_updates")

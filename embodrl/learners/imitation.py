@@ -38,11 +38,9 @@ def learning_rate(settings: SftConfig, step: int) -> float:
 
 
 def engine_config(config: Config, device: torch.device) -> Config:
-    """Return the configuration that train engines are built with: ``sft``'s rates and batch sizes, no reference.
+    """Return the configuration of the train engine: ``sft``'s rates and batch sizes, no reference.
 
-    Args:
-        config: the run.
-        device: that trains; on a CPU every core gets one micro-batch.
+    On a CPU ``device`` every core gets one micro-batch.
     """
     settings = config.sft
     cores = num_threads(config) if device.type == "cpu" and config.actor.training_backend == "native" else 1
@@ -51,7 +49,7 @@ def engine_config(config: Config, device: torch.device) -> Config:
     actor = config.actor.model_copy(
         update={"optim": optim, "micro_batch_size": micro, "global_batch_size": settings.batch_size}
     )
-    # Those of an off-policy algorithm would bring critics, which imitation has no use for.
+    # An off-policy algorithm's settings would add critics, which imitation does not use.
     algorithm = AlgorithmConfig()
     on_policy = {"adv_type": algorithm.adv_type, "loss_type": algorithm.loss_type}
     kl = config.algorithm.kl.model_copy(update={"coef": 0.0})
@@ -65,30 +63,30 @@ def engine_config(config: Config, device: torch.device) -> Config:
 
 
 class Batches(Protocol):
-    """Where the batches of frames come from, as ``FrameBatches``."""
+    """Source of the batches of frames, e.g. ``FrameBatches``."""
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
-        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those that count."""
+        """Return observations, actions ``float32[N,H,A]`` and their mask ``bool[N,H]``."""
         ...
 
     def state(self) -> tuple[dict[str, Any], Tensor]:
-        """Return what ``load_state`` takes: JSON, and a tensor."""
+        """Return the input of ``load_state``: JSON, and a tensor."""
         ...
 
     def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
-        """Continue where ``state`` was taken."""
+        """Continue from a result of ``state``."""
         ...
 
 
 @dataclass(frozen=True)
 class ImitationHooks:
-    """What the run does for a learner that imitates.
+    """Functions of a run that an imitation learner calls.
 
     Attributes:
-        play: the function that evaluates the policy; see ``Learner.evaluate``.
-        on_step: the function called after every step with its number and metrics.
-        should_stop: the function that tells whether the run is to stop.
-        validate: the function that measures the policy on demonstrations that are held out; None if there are none.
+        play: evaluates the policy; see ``Learner.evaluate``.
+        on_step: called after every step with its number and metrics.
+        should_stop: returns whether the run should stop.
+        validate: measures the policy on held-out demonstrations; None without any.
     """
 
     play: Callable[[Path | None], Row]
@@ -102,14 +100,7 @@ VAL_BATCHES = 4
 
 
 class HeldOut:
-    """The loss of demonstrations that are not trained on: of the same frames, with the same noise, every time.
-
-    Args:
-        config: the run.
-        policy: of this process.
-        engine: trains.
-        demos: that are held out.
-    """
+    """The loss on held-out demonstrations: on the same frames, with the same noise, every time."""
 
     def __init__(self, config: Config, policy: VLAPolicy, engine: TrainEngine, demos: Demos) -> None:
         self.settings = config.sft
@@ -120,11 +111,11 @@ class HeldOut:
         self._precision: Precision = resolve_precision(config.actor.precision, policy.device)
         count = min(len(demos.actions), VAL_BATCHES * config.sft.batch_size)
         self.frames = np.linspace(0, len(demos.actions) - 1, count).round().astype(np.int64)
-        """``int64[n]``, those that are measured."""
+        """``int64[n]``, measured frames."""
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """Return ``sft/val_loss``, the mean over the actions of those frames; torch's random state stays as it is."""
+        """Return ``sft/val_loss``, the mean over the actions of those frames; torch's random state is unchanged."""
         self.engine.fetch()
         size = self.settings.micro_batch_size or self.settings.batch_size
         before = torch.get_rng_state()
@@ -147,15 +138,10 @@ class HeldOut:
 
 
 class ImitationLearner(Learner):
-    """Imitates frames. An iteration takes as many optimizer steps as up to the next that is logged or evaluated after.
+    """Imitates frames. An iteration lasts until the next optimizer step that is logged or evaluated.
 
-    Args:
-        config: the run.
-        policy: of this process; has the engine's weights after ``engine.fetch``.
-        engine: trains.
-        batches: of demonstrated frames.
-        pauses: numbers of steps after whose multiples an iteration ends; zeros are ignored.
-        hooks: what the run does for it.
+    It ends after multiples of ``pauses``; zeros are ignored. The policy has the engine's weights after
+    ``engine.fetch``.
     """
 
     def __init__(
@@ -194,7 +180,7 @@ class ImitationLearner(Learner):
         return {"iteration": iteration, "step": iteration, **row, **peak_memory(self.engine), **times}
 
     def await_batch(self, iteration: int) -> bool:
-        """Wait until there is something to learn from after so many steps; False if the run is to stop."""
+        """Wait until there is data for the next step; return False if the run is stopping."""
         return True
 
     def _is_pause(self, iteration: int) -> bool:

@@ -1,4 +1,4 @@
-"""The policy that imitation trains: its statistics, its vision, and whether it can express what is demonstrated."""
+"""The policy that imitation trains: its statistics, its vision, and its action range."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from embodrl.workers.policy import build_policy
 
 
 def with_model(config: Config, **changes: object) -> Config:
-    """Return a configuration with other settings of the section ``model``."""
+    """Return a configuration with updated settings of the section ``model``."""
     return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
 
 def with_vision(loaded: LoadedConfig) -> LoadedConfig:
-    """Return a configuration that imitation trains the vision of, unless the user has frozen it.
+    """Return a configuration whose vision trains, unless the user has frozen it.
 
-    One that was loaded without a verb may have it frozen, which follows from a warm start that learns from reward.
+    A configuration loaded without a verb may have it frozen, following a warm start that learns from reward.
     """
     if loaded.config.model.freeze_vision and loaded.origins["model.freeze_vision"].kind == "preset":
         return replace(loaded, config=with_model(loaded.config, freeze_vision=False))
@@ -40,14 +40,14 @@ def with_vision(loaded: LoadedConfig) -> LoadedConfig:
 def policy_with_statistics(
     config: Config, demos: Demos, path: Path, tell: Callable[[str], None], resumed: bool = False
 ) -> tuple[Config, VLAPolicy]:
-    """Build the policy with the statistics that ``sft.stats`` asks for, and return it with its configuration.
+    """Build the policy with the statistics of ``sft.stats``, and return it with its configuration.
 
     Args:
-        config: the run.
-        demos: that statistics are computed from.
-        path: of the file that they are written to, unless they are the checkpoint's.
-        tell: called with a line that says which they are.
-        resumed: a run continues, with the statistics that it began with.
+        config: run configuration.
+        demos: demonstrations for the statistics.
+        path: file to write the statistics to, unless they are the checkpoint's.
+        tell: called with a line that names the statistics.
+        resumed: a run continues, with its original statistics.
 
     Raises:
         CheckpointError: see the family's builder.
@@ -57,7 +57,7 @@ def policy_with_statistics(
         config = with_model(config, stats_path=str(path))
         return config, build_policy(config)
     choice = config.sft.stats
-    path.unlink(missing_ok=True)  # of an earlier start that failed
+    path.unlink(missing_ok=True)  # from an earlier start that failed
     if choice == "auto" and model.stats_path is not None:
         choice = model.stats_path
     if choice == "auto" and not ENVS.entry(config.env.env_type).simulates and model.model_path is None:
@@ -73,7 +73,7 @@ def policy_with_statistics(
     if choice == "data":
         statistics, narrow = demo_statistics(demos, config.sft.data_dir, model.gripper, config.env.include_state)
         if narrow:
-            tell(f"q01 and q99 of action dimensions {narrow} are their minimum and maximum: they hardly ever move")
+            tell(f"q01 and q99 of action dimensions {narrow} equal their minimum and maximum: they hardly ever move")
     else:
         statistics = read_statistics(Path(choice).expanduser())
     _tell_constant(statistics, tell)
@@ -95,11 +95,8 @@ def demo_statistics(
 ) -> tuple[RobotStatistics, list[int]]:
     """Return the statistics of demonstrations, and the action dimensions that hardly move (``dimension_stats``).
 
-    Args:
-        demos: of all frames.
-        data_dir: where they are from; the robot that it states names the statistics.
-        gripper: convention of the policy, which actions are converted to.
-        include_state: of the state, too, if there is one.
+    The robot that ``data_dir`` states names the statistics; actions are converted to the policy's ``gripper``
+    convention.
     """
     action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
     state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None
@@ -108,7 +105,7 @@ def demo_statistics(
 
 
 def constant_dimensions(stats: Mapping[str, object] | None) -> list[int]:
-    """Return the dimensions of which the statistics have no more deviation than rounding."""
+    """Return the dimensions whose deviation does not exceed rounding."""
     if stats is None or not {"mean", "std"} <= stats.keys():
         return []
     mean, std = (np.array(stats[name], np.float64) for name in ("mean", "std"))
@@ -116,10 +113,10 @@ def constant_dimensions(stats: Mapping[str, object] | None) -> list[int]:
 
 
 def check_instructions(policy: VLAPolicy, demos: Demos) -> None:
-    """Encode every instruction once, with the observation that it was first given for.
+    """Encode every instruction once, with the first observation it was given for.
 
     Raises:
-        EmbodrlError: one does not fit into the policy's prompt.
+        EmbodrlError: an instruction does not fit into the policy's prompt.
     """
     frames = np.unique(demos.instruction, return_index=True)[1]
     for frame in frames.astype(np.int64):
@@ -128,7 +125,7 @@ def check_instructions(policy: VLAPolicy, demos: Demos) -> None:
 
 
 def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:
-    """Refuse demonstrations of which the policy can't express the actions.
+    """Reject demonstrations with actions that the policy cannot express.
 
     Raises:
         EmbodrlError: names each dimension with more values out of range than ``sft.max_clipped``, and their share.

@@ -19,7 +19,7 @@ UPDATE = f"{__name__}:ImitationUpdate"
 
 
 class ImitationUpdate(Update):
-    """Imitates frames: `embodrl sft`, DAgger, and offline algorithms."""
+    """Imitates frames, for `embodrl sft`, DAgger, and offline algorithms."""
 
     def step(
         self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
@@ -28,16 +28,16 @@ class ImitationUpdate(Update):
 
         Args:
             batch: flat, on the CPU: ``VLAPolicy.sft_inputs`` with ``action_mask bool[N,H]``.
-            learning_rate: of the policy; the value head does not train.
+            learning_rate: rate of the policy; the value head does not train.
             label_smoothing_bins: see ``VLAPolicy.sft_loss``.
-            num_actions: divisor of the loss where ``action_mask float32[N,H]`` has the weights of actions; None where
-                it says which actions there are, all of which then count the same.
+            num_actions: divisor of the loss if ``action_mask float32[N,H]`` contains action weights; None if it marks
+                existing actions, which then have equal weights.
 
         Returns:
             ``loss``, ``grad_norm`` before clipping, and the scalars of ``sft_loss``.
 
         Raises:
-            NonFiniteError: several steps in a row were not finite.
+            NonFiniteError: several consecutive steps were not finite.
         """
         engine = self.engine
         engine.onload()
@@ -55,7 +55,7 @@ class ImitationUpdate(Update):
 def sft_loss(
     engine: PolicyTrainEngine, inputs: dict[str, Tensor], label_smoothing_bins: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what ``VLAPolicy.sft_loss`` returns, computed by the engine."""
+    """Return the engine's result of ``VLAPolicy.sft_loss``."""
     names: list[str] = []
 
     def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
@@ -70,7 +70,7 @@ def sft_loss(
 def imitation_gradients(
     engine: PolicyTrainEngine, batch: Batch, label_smoothing_bins: float = 0.0, weight: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add the gradients of ``weight`` times the imitation loss; return that loss and, without weight, scalars."""
+    """Add the gradients of ``weight`` times the imitation loss; return the unweighted loss and its scalars."""
     total = batch["action_mask"].sum().to(engine.device)
     loss_fn = make_imitation_loss(partial(sft_loss, engine), total, label_smoothing_bins, weight)
     loss, scalars = engine.forward_backward(batch, loss_fn)
@@ -83,19 +83,15 @@ def make_imitation_loss(
     label_smoothing_bins: float,
     weight: float,
 ) -> Callable[[Batch], LossOutput]:
-    """Return ``weight`` times the imitation loss of a micro-batch, and scalars without the weight.
+    """Return ``weight`` times the imitation loss of a micro-batch, and unweighted scalars.
 
-    Args:
-        imitate: function like ``VLAPolicy.sft_loss``.
-        total: actions of the whole batch (scalar).
-        label_smoothing_bins: see there.
-        weight: weight of the loss.
+    ``imitate`` is like ``VLAPolicy.sft_loss``; ``total`` is the number of actions in the whole batch (scalar).
     """
 
     def compute(micro: Batch) -> LossOutput:
         inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
-        # ``sft_loss`` is a mean over the micro-batch; weighted by its share of the actions, these add up to that of the
-        # batch.
+        # ``sft_loss`` is a mean over the micro-batch; weighted by the share of the actions, these add up to the batch's
+        # mean.
         share = inputs["action_mask"].sum() / total
         loss, scalars = imitate(inputs, label_smoothing_bins)
         return LossOutput(loss * share * weight, {name: value * share for name, value in scalars.items()})
@@ -108,12 +104,9 @@ def make_weighted_loss(
     num_actions: float,
     label_smoothing_bins: float,
 ) -> Callable[[Batch], LossOutput]:
-    """Return the imitation loss of a micro-batch whose ``action_mask float32[B,H]`` has the weights of actions.
+    """Return the imitation loss of a micro-batch whose ``action_mask float32[B,H]`` contains action weights.
 
-    Args:
-        imitate: function like ``VLAPolicy.sft_loss``.
-        num_actions: count of the whole batch, which the weighted sum is divided by.
-        label_smoothing_bins: see there.
+    ``imitate`` is like ``VLAPolicy.sft_loss``; the weighted sum is divided by the whole batch's ``num_actions``.
     """
 
     def compute(micro: Batch) -> LossOutput:
@@ -127,10 +120,10 @@ def make_weighted_loss(
 
 
 def normalized(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of weights ``float32[B,H]``, and these scaled so that those above 0 have the mean 1.
+    """Return the sum of weights ``float32[B,H]``, and the weights scaled so that the positive ones have mean 1.
 
     ``sft_loss`` divides by the sum of its mask, at least 1: scaled weights lose no precision there, however small.
     """
     total = weights.sum()
-    # Not 0 / 0 where all weights are 0.
+    # Avoids 0 / 0 if all weights are 0.
     return total, weights * ((weights > 0).sum() / total.clamp_min(1e-30))

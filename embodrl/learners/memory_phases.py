@@ -1,4 +1,4 @@
-"""Device memory between the phases of a run: acting parts leave while the policy trains, and the reverse."""
+"""Device memory between the phases of a run: rollout tensors leave while the policy trains, and vice versa."""
 
 from __future__ import annotations
 
@@ -22,22 +22,17 @@ TRAIN_ROLES = frozenset({"reference", "proximal", "train"})
 
 
 def peak_memory(engine: TrainEngine) -> dict[str, float]:
-    """Return ``memory/gpu_peak_mib`` since the last call; nothing on a CPU. See ``TrainEngine.take_peak_memory``."""
+    """Return ``memory/gpu_peak_mib`` since the last call; empty on a CPU. See ``TrainEngine.take_peak_memory``."""
     peak = engine.take_peak_memory()
     return {} if peak is None else {"memory/gpu_peak_mib": peak / MIB}
 
 
 class MemoryPhases:
-    """Frees memory at the borders of phases, as ``actor``, ``rollout`` and ``env.enable_offload`` say, and measures it.
+    """Frees memory between phases according to ``actor``, ``rollout`` and ``env.enable_offload``, and measures it.
 
     The loop enters ``act`` before rollouts and evaluations, ``train`` before the first node that trains, and ``rest``
-    after updates and checkpoints. What is requested while it is offloaded comes back by itself; entering a phase does
-    it at the right time and all at once.
-
-    Args:
-        config: the run.
-        rollouts: what acts.
-        engine: what trains.
+    after updates and checkpoints. Offloaded tensors return by themselves when requested; entering a phase does so at
+    the right time and all at once.
     """
 
     def __init__(self, config: Config, rollouts: RolloutBackend, engine: TrainEngine) -> None:
@@ -51,7 +46,7 @@ class MemoryPhases:
         self._acts = True
 
     def enter(self, phase: Literal["act", "train", "rest"]) -> None:
-        """Free what this phase does not need, then bring back what it needs."""
+        """Free the memory that this phase does not need, then bring back the rest."""
         if phase == "act":
             self._acts = True
             with self._timed("time/onload_s"):
@@ -74,7 +69,7 @@ class MemoryPhases:
                 logger.info("offloaded for training: %s", ", ".join(freed))
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the figures since the last time: ``memory/..._mib`` before and after, and seconds spent."""
+        """Return the figures since the last call: ``memory/..._mib`` before and after, and seconds spent."""
         figures = self._figures
         self._figures = {}
         return figures

@@ -1,4 +1,4 @@
-"""What an update hands to a loss, and what it takes from it."""
+"""The interface between an update and a loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embodrl.types import EvalOutput, SamplingParams
 
 
 def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, object]:
-    """Return the settings that a loss may ask for."""
+    """Return the settings available to a loss."""
     settings = algorithm.arguments_of("loss", needs_values) | {
         "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
         "kl_estimator": algorithm.kl.estimator,
@@ -30,10 +30,11 @@ def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, o
 
 
 def checked_loss(output: object, name: str) -> LossOutput:
-    """Return what a loss, perhaps the user's, returned, if it is one.
+    """Return the result of a loss, perhaps the user's, after validating it.
 
     Raises:
-        EmbodrlError: it is none, or has no ``approx_kl``, which ``algorithm.target_kl`` and the console read.
+        EmbodrlError: it is not a valid LossOutput, or has no ``approx_kl``, which ``algorithm.target_kl`` and the
+            console read.
     """
     if isinstance(output, LossOutput) and output.loss.ndim == 0 and "approx_kl" in output.metrics:
         return output
@@ -45,13 +46,7 @@ def checked_loss(output: object, name: str) -> LossOutput:
 
 
 def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
-    """Return ``float32[T,B]`` for ``algorithm.loss_agg``; None where every ratio counts the same.
-
-    Args:
-        batch: the rollout.
-        trained: ``bool[T,B]``, the chunks that ``flatten_chunks`` keeps.
-        algorithm: how the loss is aggregated.
-    """
+    """Return ``float32[T,B]`` for ``algorithm.loss_agg``, given ``trained bool[T,B]``; None for equal weights."""
     if algorithm.loss_agg == "token_mean":
         return None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
@@ -65,23 +60,18 @@ def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmC
 def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: float = 1.0) -> Tensor:
     """Return ``bool[T,B]``: chunks with a valid action and an advantage.
 
-    Critic-free estimators give none to episodes that a fault ended; counted nevertheless, these would shrink the
-    gradient of all others.
-
-    Args:
-        batch: the rollout.
-        advantages: advantages of the rollout.
-        fraction: part of these chunks that trains, rounded up: the largest by mean ``|A|``, of equal ones the earlier.
+    Critic-free estimators give no advantage to episodes that a fault ended; counting these would shrink the gradient of
+    all others. Of these chunks ``fraction`` trains, rounded up: the largest by mean ``|A|``; of ties, the earlier.
     """
     trained = batch.valid.any(-1) & advantages.valid.any(-1)
     if fraction == 1.0:
         return trained
     size = (advantages.advantages.abs() * advantages.valid).sum(-1) / advantages.valid.sum(-1).clamp_min(1)
-    # Below every mean of ``|A|``, so that the chunks that do not train come last.
+    # Below every mean of ``|A|``, so that untrained chunks come last.
     size = size.masked_fill(~trained, -1.0).flatten()
     kept = math.ceil(fraction * int(trained.sum()))
     chosen = torch.zeros_like(size, dtype=torch.bool)
-    # Stable, so that the choice among equal sizes is the same on every machine.
+    # Stable, so that the order of ties is the same on every machine.
     chosen[size.argsort(descending=True, stable=True)[:kept]] = True
     return chosen.view_as(trained)
 
@@ -89,9 +79,9 @@ def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: flo
 def flatten_chunks(
     batch: TrajectoryBatch, advantages: Advantages, trained: Tensor, weights: Tensor | None = None
 ) -> TrajectoryBatch:
-    """Return the chunks of a rollout that train (``bool[T,B]``), as rows: time and environments become one axis.
+    """Return the trained chunks (``bool[T,B]``) of a rollout as rows: time and environments become one axis.
 
-    The columns ``advantages``, ``returns`` and, if given, ``weights`` are added to what a loss may ask for.
+    The columns ``advantages``, ``returns`` and, if given, ``weights`` become available to the loss.
     """
     asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs", *COLUMNS)
     rows = batch.select(*(name for name in asked if name in batch)).replace(
@@ -99,7 +89,7 @@ def flatten_chunks(
     )
     chosen = trained.flatten().nonzero().squeeze(-1)
     flat = rows.fold()
-    # Indexing copies, which the usual case, all chunks, does not need.
+    # Indexing copies; skipped in the usual case of all chunks.
     return flat if len(chosen) == len(flat) else flat[chosen]
 
 
@@ -117,15 +107,12 @@ def counts_of(minibatch: TrajectoryBatch, algorithm: AlgorithmConfig, device: to
 def make_loss(
     evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, needs_values: bool
 ) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
-    """Return the loss of a micro-batch, after the counts of its minibatch.
+    """Return the loss of a micro-batch, given the counts of its minibatch.
 
-    Args:
-        evaluate: function like ``VLAPolicy.evaluate_actions``.
-        algorithm: the loss and its settings.
-        needs_values: the loss has a critic.
+    ``evaluate`` is like ``VLAPolicy.evaluate_actions``; ``needs_values``: the loss has a critic.
 
     Raises:
-        EmbodrlError: when called: the loss needs values and the policy gives none, or it is no ``LossOutput``.
+        EmbodrlError: when called: the loss needs values that the policy lacks, or returns no ``LossOutput``.
     """
     sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
     loss_fn = LOSSES.get(algorithm.loss_type)
@@ -139,7 +126,7 @@ def make_loss(
         if needs_values:
             if output.values is None:
                 raise EmbodrlError(
-                    f"loss {algorithm.loss_type} needs values, which the policy does not give",
+                    f"loss {algorithm.loss_type} needs values, which the policy does not provide",
                     "set model.add_value_head to true",
                     code="value-head-missing",
                 )
@@ -164,7 +151,7 @@ def make_loss(
         arguments |= critic | settings
         wanted = {name: value for name, value in arguments.items() if takes_rest or name in names}
         loss = checked_loss(loss_fn(**wanted), algorithm.loss_type)
-        # Taken with the weights of this step; only the first minibatch, before any step, is reported.
+        # Computed with this step's weights; only the first minibatch, before any step, is reported.
         mismatch = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | mismatch | (proximal.metrics if proximal else {}))
 

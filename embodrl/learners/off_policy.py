@@ -40,17 +40,17 @@ from embodrl.specs import SMALL_ACTORS
 from embodrl.storage.checkpoint import Checkpoint
 
 SECTION = "off_policy"
-"""Of the engine's state: critics, targets, temperature, and the moments of their optimizer."""
+"""Section of the engine's state: critics, targets, temperature, and their optimizer's moments."""
 UPDATE = f"{__name__}:OffPolicyUpdate"
 
 
 class OffPolicyUpdate(Update):
-    """Trains the policy as SAC's actor, with critics beside it; everything runs in float32.
+    """Trains the policy as SAC's actor, alongside critics; everything runs in float32.
 
     Attributes:
         critic, target: ensembles on the policy's features; the second follows the first.
         log_alpha: logarithm of the temperature, scalar.
-        modules: these, as the engine keeps them. The policy's encoder trains with the critics.
+        modules: critics, targets and temperature as held by the engine. The policy's encoder trains with the critics.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OffPolicyUpdate(Update):
         self.critic.init_weights(torch.Generator().manual_seed(config.runner.seed))
         self.critic.to(engine.device)
         self.target = copy.deepcopy(self.critic).requires_grad_(False)
-        # The logarithm is what trains, so that alpha stays positive.
+        # The logarithm trains, so that alpha stays positive.
         self.log_alpha = nn.Parameter(torch.tensor(math.log(settings.alpha), device=engine.device))
         per_chunk = settings.target_entropy_per_number * chunk
         self.target_entropy = per_chunk if settings.target_entropy is None else settings.target_entropy
@@ -81,19 +81,16 @@ class OffPolicyUpdate(Update):
         self.critic_parameters = [*self.critic.parameters(), *self.encoder_parameters]
 
     def step(self, batch: Batch, rates: LearningRates, number: int, generator: torch.Generator) -> dict[str, float]:
-        """Take a step of the critics and, where it is due, one of the actor.
+        """Take a step of the critics and, when due, one of the actor; return metrics.
 
         Args:
             batch: see ``sample_transitions``.
             rates: learning rates of policy and critics.
-            number: of the step, from 1.
+            number: step number, from 1.
             generator: source of the noise, on the CPU.
 
-        Returns:
-            metrics.
-
         Raises:
-            NonFiniteError: several steps in a row were not finite.
+            NonFiniteError: several consecutive steps were not finite.
         """
         self.engine.onload()
         self.set_rates(rates)
@@ -124,7 +121,7 @@ class OffPolicyUpdate(Update):
         return cast("tuple[Tensor, Tensor]", outputs)
 
     def update_critic(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        """Step on the squared errors of the critics, and let the targets follow."""
+        """Step on the squared errors of the critics, and update the targets."""
         settings = self.settings
         device = self.engine.device
         minimum = settings.target_q == "min"
@@ -154,14 +151,14 @@ class OffPolicyUpdate(Update):
         return {"critic_loss": float(loss), "critic_grad_norm": step.grad_norm, "demo_share": demos, **found}
 
     def update_actor(self, batch: Batch, number: int, generator: torch.Generator) -> dict[str, float]:
-        """Step on SAC's loss of the actor, and on the temperature's."""
+        """Step on SAC's actor loss and on the temperature loss."""
         bc_coef = self.config.algorithm.bc_coef
         alpha = float(self.log_alpha.detach().exp())
         total = len(batch)
         labelled = batch["label_mask"].sum().clamp_min(1)
 
         def loss_of(part: Batch) -> LossOutput:
-            # The critics alone train the encoder.
+            # Only the critics train the encoder.
             with torch.no_grad():
                 seen = self.features(part["inputs"])
             actions, logprobs = self.sample(seen, part["noise"])
@@ -179,8 +176,8 @@ class OffPolicyUpdate(Update):
         step = self.engine.optimizer_step(loss, self.actor_parameters)
         found = {name: float(value) for name, value in metrics.items()}
         if self.settings.alpha_lr is not None:
-            # The temperature's loss is linear in the log-prob, so that the mean over the batch is enough; it is the
-            # same in every process. The gradients of the critics are cleared, so that it alone moves.
+            # The temperature's loss is linear in the log-prob, so the mean over the batch suffices; it is the same in
+            # every process. The gradients of the critics are cleared, so that only the temperature moves.
             mean_logprob = torch.tensor(-found["entropy"], device=self.engine.device)
             temperature_loss(self.log_alpha, mean_logprob, self.target_entropy).backward()
             self.modules.optimizer.step()
@@ -188,23 +185,14 @@ class OffPolicyUpdate(Update):
         return {"policy_loss": float(loss), "grad_norm": step.grad_norm, **found}
 
     def _with_noise(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """Add the noise of the actor, drawn on the CPU for all rows: it depends on no micro-batches and no device."""
+        """Add the actor's noise, drawn on the CPU for all rows, independently of micro-batches and device."""
         return batch.replace(noise=torch.randn(len(batch), *self.actor.chunk_shape, generator=generator))
 
 
 class OffPolicyUpdater(ReplayUpdater):
-    """Draws transitions, and hands them to an ``OffPolicyUpdate`` where the engine is.
+    """Draws transitions, and passes them to an ``OffPolicyUpdate`` in the engine's process.
 
     There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
-
-    Args:
-        config: the run.
-        engine: holds the weights that train.
-        stores: what was seen and done.
-        on_step: called with how many optimizer steps of an update are done, and how many there are.
-
-    Attributes:
-        num_updates: optimizer steps of the critics so far.
     """
 
     def __init__(
@@ -227,7 +215,7 @@ class OffPolicyUpdater(ReplayUpdater):
         config = self.config
         settings = config.algorithm.off_policy
         rates = learning_rates(config.actor.optim, self.engine.version, config.runner.max_iterations, 0)
-        # Counted from the beginning of the run, so that a resumed run makes exactly the updates that are due.
+        # Counted from the start of the run, so that a resumed run makes exactly the due updates.
         due = int(settings.utd * max(0, self.stores.online.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)
@@ -251,7 +239,7 @@ class OffPolicyUpdater(ReplayUpdater):
 
     def load_state(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state
-        # Earlier checkpoints have it among the engine's counters.
+        # Older checkpoints keep it among the engine's counters.
         self.num_updates = (state if "num_updates" in state else state.fields("engine")).integer("num_updates")
 
 
@@ -261,10 +249,9 @@ def sample_transitions(
     """Return ``count`` transitions, ``demo_fraction`` of them from the demonstrations.
 
     Returns:
-        ``inputs`` and ``next_inputs``, present and next inputs of the policy by name, ``[B,...]``; ``actions
-        float32[B,C,A]`` as they were executed; ``returns`` and ``discount float32[B]``, see ``n_step_return``;
-        ``is_demo bool[B]``; ``labels float32[B,C,A]`` and ``label_mask bool[B,C]``, what the expert would do, where one
-        was asked.
+        ``inputs`` and ``next_inputs``, current and next policy inputs by name, ``[B,...]``; ``actions float32[B,C,A]``
+        as executed; ``returns`` and ``discount float32[B]``, see ``n_step_return``; ``is_demo bool[B]``; ``labels
+        float32[B,C,A]`` and ``label_mask bool[B,C]``, the expert's actions where it was queried.
     """
     from_demos = round(count * algorithm.off_policy.demo_fraction) if stores.demos is not None else 0
     online = _transitions(stores.online, count - from_demos, algorithm, generator, False)

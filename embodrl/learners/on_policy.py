@@ -1,4 +1,4 @@
-"""Updates by rollouts: the loss of a batch with advantages, and log-probs of the present weights."""
+"""Updates from rollouts: the loss of a batch with advantages, and log-probs under the current weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ UPDATE = f"{__name__}:OnPolicyUpdate"
 
 
 def num_steps(batch: TrajectoryBatch, advantages: Advantages, config: Config) -> int:
-    """Return how many optimizer steps an update takes, unless it stops early."""
+    """Return the number of optimizer steps of an update without early stopping."""
     algorithm = config.algorithm
     rows = int(trained_chunks(batch, advantages, algorithm.chunk_fraction).sum())
     return algorithm.update_epoch * -(-rows // config.actor.global_batch_size)
@@ -69,20 +69,20 @@ class OnPolicyUpdate(Update):
         generator: torch.Generator,
         demos: Iterator[Batch] | list[Batch] | None = None,
     ) -> dict[str, float]:
-        """Train on a rollout and raise the engine's version by one.
+        """Train on a rollout and increment the engine's version.
 
         Args:
-            batch: the rollout.
-            advantages: of its chunks.
-            generator: on the CPU; shuffles the chunks.
-            demos: inputs of ``sft_loss``, a batch per step: every step that trains the policy imitates one, too, with
+            batch: rollout batch.
+            advantages: advantages of its chunks.
+            generator: shuffles the chunks, on the CPU.
+            demos: inputs of ``sft_loss``, one batch per step: every step that trains the policy also imitates one, with
                 the weight ``algorithm.bc_coef``.
 
         Returns:
-            metrics named ``train/...``, and ``staleness/...`` where chunks may be of older policies.
+            metrics named ``train/...``, and ``staleness/...`` if chunks may come from older policies.
 
         Raises:
-            NonFiniteError: several steps in a row were not finite.
+            NonFiniteError: several consecutive steps were not finite.
             EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
         """
         algorithm = self.algorithm
@@ -96,7 +96,7 @@ class OnPolicyUpdate(Update):
         imitated = iter(demos) if demos is not None and self.engine.version >= critic_warmup else None
         loss_fn = make_loss(self.engine.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.engine.version)
-        # In updates that changed the policy, for the weights of the loss; the metrics count all updates.
+        # For the loss weights, in updates that changed the policy; the metrics count all updates.
         aged = self.policy_staleness(batch)
         columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
@@ -123,7 +123,7 @@ class OnPolicyUpdate(Update):
             if first_kl is None and not bool(staleness.any()):
                 first_kl = metrics.get("approx_kl")  # no step yet: 0 if rollout and training agree on log-probs
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
-                # Gradients of the minibatch that is not stepped must not reach the next update.
+                # Gradients of a minibatch that is not stepped must not reach the next update.
                 self.engine.state.clear_gradients()
                 stopped = True
                 break
@@ -157,21 +157,21 @@ class OnPolicyUpdate(Update):
         }
 
     def critic_warmup(self) -> int:
-        """Return how many of the first updates leave the policy as it is."""
+        """Return the number of first updates that leave the policy unchanged."""
         has_values = self._needs_values and bool(self.engine.state.value_parameters)
         return self.engine.config.optim.critic_warmup_iterations if has_values else 0
 
     def policy_staleness(self, batch: TrajectoryBatch) -> Tensor:
-        """Return ``int64[T,B]``, in updates that trained the policy: those of the critic alone do not count."""
+        """Return ``int64[T,B]``, in updates that trained the policy: critic-only updates do not count."""
         warmup = self.critic_warmup()
         versions = batch.policy_version.clamp_min(warmup)
         return staleness_of(versions, batch.valid, max(self.engine.version, warmup))
 
     def proximal(self, batch: TrajectoryBatch, every_chunk: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` of the present weights.
+        """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` under the current weights.
 
-        Chunks acted with these weights keep those of the rollout, bit-exact; with ``every_chunk`` they keep values
-        alone. A loss without values gets None for them, and so does one without ``algorithm.decoupled``.
+        Chunks acted with these weights keep the rollout's log-probs and values, bit-exact; with ``every_chunk`` only
+        the values. Values are None for a loss without them or without ``algorithm.decoupled``.
 
         Raises:
             EmbodrlError: a chunk has a version above the engine's.
@@ -180,7 +180,7 @@ class OnPolicyUpdate(Update):
         changed = batch.valid.any(-1) if every_chunk else self.policy_staleness(batch) > 0
         stale = old = changed
         if needs_values:
-            # What comes before a lost chunk is bootstrapped from its value.
+            # Chunks before a lost one are bootstrapped from its value.
             ended = (batch.terminated | batch.truncated).any(-1)
             old = batch.policy_version < self.engine.version
             stale = changed | (old & (batch.valid.any(-1) | ended))
@@ -190,7 +190,7 @@ class OnPolicyUpdate(Update):
         # ``outputs`` writes into its argument.
         outputs = self._outputs(self.engine.evaluate, batch, stale, known.clone(), needs_values)
         num_tokens = math.prod(batch.logprobs.shape[2:])
-        # In a warm-up of the critic the policy stays as it is: its log-probs then stay bit-exact those of the rollout.
+        # In a critic warm-up the policy is unchanged: its log-probs stay bit-exact with the rollout's.
         logprobs = torch.where(changed[..., None], outputs[..., :num_tokens], known[..., :num_tokens])
         if not needs_values:
             return logprobs.view_as(batch.logprobs), None
@@ -198,7 +198,7 @@ class OnPolicyUpdate(Update):
         return logprobs.view_as(batch.logprobs), values
 
     def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """Return ``float32[T,B,C,A]``: log-probs of the actions under the policy that the run began with.
+        """Return ``float32[T,B,C,A]``: log-probs of the actions under the run's initial policy.
 
         Chunks without a valid action get 0.
 
@@ -209,14 +209,14 @@ class OnPolicyUpdate(Update):
             return self.logprobs(evaluate, batch)
 
     def logprobs(self, evaluate: Callable[..., EvalOutput], batch: TrajectoryBatch) -> Tensor:
-        """Return ``float32[T,B,C,A]``: a policy's log-probs of the chunks with a valid action, else 0."""
+        """Return ``float32[T,B,C,A]``: log-probs of the chunks with a valid action, else 0."""
         zeros = torch.zeros_like(batch.logprobs).flatten(2)
         return self._outputs(evaluate, batch, batch.valid.any(-1), zeros, False).view_as(batch.logprobs)
 
     def _outputs(
         self, evaluate: Callable[..., EvalOutput], batch: TrajectoryBatch, wanted: Tensor, result: Tensor, values: bool
     ) -> Tensor:
-        """Return ``result float32[T,B,C*A(+K)]`` with a policy's log-probs, and values, of ``wanted bool[T,B]``."""
+        """Return ``result float32[T,B,C*A(+K)]`` filled with the log-probs, and values, of ``wanted bool[T,B]``."""
         self.engine.onload()
         sampling = SamplingParams(self.algorithm.sampling.temperature, self.algorithm.sampling.top_k)
         chosen = wanted.flatten().nonzero().squeeze(-1)
@@ -240,12 +240,9 @@ class OnPolicyUpdate(Update):
 
 
 class Demonstrations:
-    """What every step of an on-policy update imitates in addition to its loss (``algorithm.bc_coef``).
+    """Demonstrations that on-policy updates imitate in addition to their loss (``algorithm.bc_coef``).
 
-    Args:
-        config: the run.
-        policy: of this process, which makes inputs of observations.
-        frames: draws frames; the part that a checkpoint keeps.
+    The state of ``frames``, which draws frames, is part of checkpoints.
     """
 
     def __init__(self, config: Config, policy: VLAPolicy, frames: DemoDraws) -> None:

@@ -12,17 +12,16 @@ from embodrl.storage.checkpoint import Checkpoint
 
 
 class ReplayUpdater(ABC):
-    """Draws what the optimizer steps of an iteration learn from, and hands it to an update where the engine is.
+    """Draws the data of an iteration's optimizer steps, and passes it to an update in the engine's process.
 
-    Args:
-        on_step: called with how many steps of an update are done, and how many there are.
+    ``on_step`` is called with the finished and the total number of steps of an update.
     """
 
     def __init__(self, on_step: Callable[[int, int], None] | None = None) -> None:
         self._on_step = on_step
 
     def steps(self, total: int) -> Iterator[int]:
-        """Count the optimizer steps of an update from 0, and report each when it is done."""
+        """Count the optimizer steps of an update from 0, and report each one when done."""
         for index in range(total):
             yield index
             if self._on_step is not None:
@@ -30,25 +29,21 @@ class ReplayUpdater(ABC):
 
     @abstractmethod
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
-        """Take the optimizer steps of an iteration and raise the engine's version by one.
+        """Take the optimizer steps of an iteration and increment the engine's version; return ``train/...`` metrics.
 
-        Args:
-            generator: source of the draws, on the CPU.
-
-        Returns:
-            metrics named ``train/...``.
+        ``generator``, on the CPU, is the source of the draws.
 
         Raises:
-            NonFiniteError: a loss or several steps in a row were not finite.
+            NonFiniteError: a loss or several consecutive steps were not finite.
         """
 
     def state(self) -> LearnerState:
-        """Return what ``load_state`` needs to continue from here, besides the engine's state and the records."""
+        """Return the input of ``load_state``, without the engine's state and the records."""
         return LearnerState({})
 
-    def load_state(self, checkpoint: Checkpoint) -> None:  # noqa: B027 - most is in the engine's state
-        """Continue from a checkpoint, whose engine state is loaded.
+    def load_state(self, checkpoint: Checkpoint) -> None:  # noqa: B027 - most state is in the engine
+        """Continue from a checkpoint whose engine state is loaded.
 
         Raises:
-            CheckpointError: it was made with other settings.
+            CheckpointError: the state was made with other settings.
         """

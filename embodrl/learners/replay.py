@@ -1,4 +1,4 @@
-"""What an off-policy run learns from: its replay buffer, and demonstrations as transitions."""
+"""Data of an off-policy run: its replay buffer, and demonstrations as transitions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS_AT_ONCE = 256
 
 
 def reward_settings(config: Config) -> dict[str, object]:
-    """Return what the rewards of an environment follow from."""
+    """Return the settings that determine an environment's rewards."""
     env = config.env
     algorithm = config.algorithm
     settings: dict[str, object] = {"reward_mode": env.reward_mode, "success_bonus": env.success_bonus}
@@ -44,20 +44,15 @@ def reward_settings(config: Config) -> dict[str, object]:
 
 
 def with_data(config: Config, directory: str) -> Config:
-    """Return the configuration with another dataset, which is read as ``sft`` says: its keys, cameras and robot."""
+    """Return the configuration with another dataset, read with ``sft``'s keys, cameras and robot."""
     return config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": directory})})
 
 
 def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStores:
-    """Return an empty replay buffer, and the demonstrations that the configuration names.
-
-    Args:
-        config: the run.
-        policy: makes inputs of observations.
-        pool: the simulators; demonstrations have their state.
+    """Return an empty replay buffer, and the configured demonstrations, which must have the pool's state.
 
     Raises:
-        EmbodrlError: the demonstrations are not of this environment, or have no rewards or others.
+        EmbodrlError: the demonstrations come from another environment, or have missing or different rewards.
     """
     settings = config.algorithm.off_policy
     online = ReplayBuffer(settings.capacity, int(settings.memory_gb * GB))
@@ -71,7 +66,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     wanted = pool.spec.state_dim
     if config.env.include_state and known != wanted:
         raise EmbodrlError(
-            f"states in {settings.demos} have {known} numbers, those of the environment {wanted}",
+            f"states in {settings.demos} have {known} numbers, but the environment has {wanted}",
             "collect demonstrations with the same env.state",
             code="demos-other-state",
         )
@@ -90,7 +85,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
 
 
 def check_rewards(directory: Path, config: Config) -> None:
-    """Refuse demonstrations whose rewards were made otherwise than those of the run; those of others are taken."""
+    """Reject demonstrations whose rewards differ from the run's settings; accept other datasets' rewards unchecked."""
     path = directory / (OWN_META if is_lerobot(directory) else RAW_INDEX)
     if not path.is_file() and not is_lerobot(directory):
         raise no_rewards(str(directory))
@@ -101,30 +96,30 @@ def check_rewards(directory: Path, config: Config) -> None:
     if not found:
         raise no_rewards(str(directory))
     if found == RECORDED:
-        logger.warning("%s: rewards are taken as they were recorded; those of the environment may differ", directory)
+        logger.warning("%s: recorded rewards are used unchanged; the environment's may differ", directory)
         return
     wanted = reward_settings(config)
     if found != wanted:
         raise EmbodrlError(
-            f"the rewards of {directory} are not those of the run: {dict(found)} instead of {wanted}",
+            f"the rewards of {directory} differ from the run's: {dict(found)} instead of {wanted}",
             "collect demonstrations with the same env.reward_mode and env.success_bonus, or train with theirs",
             code="demos-other-rewards",
         )
 
 
 def rewarded(demos: Demos, config: Config) -> Demos:
-    """Return recorded episodes with the rewards of ``reward.model``, or as they are without one.
+    """Return recorded episodes with the rewards of ``reward.model``, or unchanged without one.
 
     Raises:
-        EmbodrlError: the model is none, or was trained for another environment.
+        EmbodrlError: the model is invalid, or was trained for another environment.
     """
     model = config.reward.model
     return demos if model is None else LearnedReward(model, config.model.num_action_chunks).relabel(demos)
 
 
 def no_rewards(source: str) -> EmbodrlError:
-    """Return the error of a dataset that can only be imitated."""
-    problem = "does not tell rewards and executed actions"
+    """Return the error for a dataset that can only be imitated."""
+    problem = "does not record rewards and executed actions"
     directory = Path(source).expanduser()
     if is_lerobot(directory):
         features = read_info(directory).features
@@ -141,8 +136,8 @@ def no_rewards(source: str) -> EmbodrlError:
 def demo_frames(demos: Demos, outcomes: Outcomes, policy: VLAPolicy) -> dict[str, Tensor]:
     """Return demonstrations as frames of a replay buffer, with a chunk from every frame on.
 
-    An episode of L frames becomes C episodes, which begin at its first C frames and move on by chunks: every frame is
-    kept once. Where an episode was not terminated its last chunk is not used: what it led to is not recorded.
+    An episode of L frames becomes C episodes, which begin at its first C frames and advance by chunks: every frame is
+    kept once. The last chunk of an episode that was not terminated is unused: its outcome is not recorded.
     """
     size = policy.num_action_chunks
     order = np.concatenate([*_every_offset(demos.last, size)])
@@ -166,7 +161,7 @@ def demo_frames(demos: Demos, outcomes: Outcomes, policy: VLAPolicy) -> dict[str
 
 
 def _every_offset(last: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
-    """Yield the frames of each episode that are ``size`` apart, from each of its first ``size`` frames on."""
+    """Yield every ``size``-th frame of each episode, starting at each of its first ``size`` frames."""
     first = 0
     while first < len(last):
         end = int(last[first])

@@ -23,7 +23,7 @@ class RltUpdate(OffPolicyUpdate):
     def update_actor(self, batch: Batch, number: int, generator: torch.Generator) -> dict[str, float]:
         """Step on ``-q_weight Q + bc_weight ||a - a_ref||^2``, without noise on the action.
 
-        ``a_ref`` is the frozen policy's chunk, or in demonstrations what the expert would do. Some rows do not see it.
+        ``a_ref`` is the frozen policy's chunk, or the expert's action in demonstrations; it is masked in some rows.
         """
         settings = section_in(self.config.algorithm, "rlt", RltConfig)
         total = len(batch)

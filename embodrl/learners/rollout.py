@@ -1,4 +1,4 @@
-"""Learning from rollouts: an iteration walks a pipeline."""
+"""Learning from rollouts: an iteration runs a pipeline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
 
 REPLAY = "replay"
-# What others read from every row: null before the first rollout, and where nothing was trained.
+# Metrics that readers expect in every row: null before the first rollout, and without training.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
 )
@@ -43,18 +43,12 @@ ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run, started.
+    """The started parts of a run.
 
     Attributes:
-        policy: of the driver, on its device.
-        engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
-        rollouts: simulators and what acts in them.
-        rewards: judges episodes.
-        on_policy: updates the weights by rollouts.
-        imitated: what these updates imitate in addition.
-        from_records: updates the weights of off-policy and offline runs, by what is recorded.
-        replay: buffers of off-policy runs.
-        recorded: the dataset of offline runs.
+        engine: train engine; copies its weights to ``policy`` on demand (``fetch``).
+        imitated: demonstrations that these updates also imitate.
+        from_records: updates the weights of off-policy and offline runs from records.
     """
 
     policy: VLAPolicy
@@ -69,7 +63,7 @@ class Parts:
 
     @property
     def stores(self) -> ReplayStores | OfflineData | DemoDraws | None:
-        """What a checkpoint keeps of what the run learns from besides its rollouts."""
+        """Learning data that a checkpoint keeps besides rollouts."""
         if self.imitated is not None:
             return self.imitated.frames
         return self.recorded if self.replay is None else self.replay
@@ -77,27 +71,16 @@ class Parts:
 
 @dataclass(frozen=True)
 class RunCallbacks:
-    """Functions that a run calls as it goes.
-
-    Attributes:
-        is_to_stop: tells whether the run is to stop.
-        show_phase: shows that a phase of so many chunks begins; 0: not known.
-    """
+    """Functions that a run calls: whether to stop, and the start of a phase with its chunks (0: unknown)."""
 
     is_to_stop: Callable[[], bool]
     show_phase: Callable[[str, int], None]
 
 
 class RolloutLearner(Learner):
-    """Plays, judges, estimates advantages and updates, as the nodes of a graph say.
+    """Plays, judges, estimates advantages and updates, as defined by the nodes of a graph.
 
-    Args:
-        config: the run.
-        deployment: where everything of it is.
-        graph: what an iteration walks.
-        parts: of the run, started.
-        callbacks: sees the phases, and says when to stop.
-        publish_to: directory that every version of the weights is written to; None for none.
+    Every version of the weights is written to ``publish_to``; None for none.
     """
 
     records_videos = True
@@ -146,7 +129,7 @@ class RolloutLearner(Learner):
         steps = metrics.pop("env_steps", None)
         if steps is None:
             raise PipelineError(
-                f"no node of the pipeline '{self._graph.name}' reports how many steps were simulated",
+                f"no node of the pipeline '{self._graph.name}' reports the number of simulated steps",
                 "return (batch, {'env_steps': STEPS}) from the node that gathers experience",
             )
         self.env_steps += int(steps)
@@ -236,7 +219,7 @@ class RolloutLearner(Learner):
         self.env_steps = state.integer("env_steps")
 
     def _before_node(self, node: GraphNode) -> None:
-        """Enter the memory phase of a node; before an update, a stop undoes the iteration, as within its rollout."""
+        """Enter the memory phase of a node; before an update, a stop undoes the iteration, as during its rollout."""
         if self._callbacks.is_to_stop() and not self.is_updating:
             raise InterruptedError
         if node.role in TRAIN_ROLES:
@@ -245,7 +228,7 @@ class RolloutLearner(Learner):
         self._show_phase(node.name, node.role)
 
     def _show_phase(self, name: str, role: str) -> None:
-        """Show how many chunks a phase has, where this process is the one that steps through them."""
+        """Show the number of chunks of a phase, if this process steps through them."""
         config = self.config
         chunks = 0
         local = not self._deployment.rolls_out_in_processes and config.rollout.workflow is None
@@ -264,7 +247,7 @@ class RolloutLearner(Learner):
 
 @dataclass(frozen=True)
 class _RollbackState:
-    """What an iteration changes before its update, apart from the rollouts."""
+    """State that an iteration changes before its update, besides the rollouts."""
 
     rng: dict[str, Any]
     shuffle: str

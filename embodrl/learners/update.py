@@ -1,4 +1,4 @@
-"""What an update is: optimizer steps on an engine, in the process that has it."""
+"""Updates: optimizer steps on an engine, in the engine's process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 
 
 class Update:
-    """Drives an engine. It stands in the driver or in every training process, and sees no backend.
+    """Drives an engine, in the driver or in every training process, independently of the backend.
 
-    ``TrainEngine.attach`` makes it by the name of its class. Where it stands in other processes its methods are called
-    with positional arguments and answer with what ``embodrl.scheduler.messages`` can send.
-
-    Args:
-        engine: computes gradients and steps.
-        config: the run.
-        on_step: called with how many optimizer steps of an update are done, and how many there are.
+    ``TrainEngine.attach`` creates it by class name. In other processes, methods are called with positional arguments
+    and return values that ``embodrl.scheduler.messages`` can send. ``on_step`` is called with the finished and the
+    total number of optimizer steps of an update.
     """
 
     def __init__(
@@ -28,14 +24,14 @@ class Update:
         self._on_step = on_step
 
     def steps(self, total: int) -> Iterator[int]:
-        """Count the optimizer steps of an update from 0, and report each when it is done."""
+        """Count the optimizer steps of an update from 0, and report each one when done."""
         for index in range(total):
             yield index
             if self._on_step is not None:
                 self._on_step(index + 1, total)
 
     def complete(self) -> None:
-        """End an update of several steps: raise the engine's version by one.
+        """End an update of several steps: increment the engine's version.
 
         Raises:
             NonFiniteError: weights are not finite.

@@ -1,6 +1,6 @@
-"""The built-in pipelines, one function each, from a configuration to a graph; the loss says which one.
+"""The built-in pipelines, one function each, from a configuration to a graph; the loss determines which one is used.
 
-On-policy algorithms differ in their advantages and losses, which are settings, and share a graph:
+On-policy algorithms differ in their advantages and losses, which are settings, and share a graph::
 
     rollout -> (dynamic_sampling) -> reward -> (reference) -> (proximal) -> advantage -> train -> sync
 """
@@ -17,11 +17,11 @@ NODES = "embodrl.pipelines.nodes"
 def on_policy(config: Config) -> Pipeline:
     """Learn from each rollout and drop it.
 
-    The nodes that evaluate the actions under further policies follow the rewards, since an episode without a reward is
-    not valid and costs no forward pass.
+    The nodes that evaluate the actions under other policies follow the rewards, since an episode without a reward is
+    invalid and needs no forward pass.
     """
     names = ["rollout", "reward"]
-    if config.algorithm.filter.enabled:  # uniform groups are replaced before anything else
+    if config.algorithm.filter.enabled:  # uniform groups are replaced first
         names.insert(1, "dynamic_sampling")
     if config.algorithm.kl.coef > 0:
         names.append("reference")
@@ -34,12 +34,12 @@ def on_policy(config: Config) -> Pipeline:
 
 
 def off_policy(config: Config) -> Pipeline:
-    """What was gathered goes to the replay buffer, from which the update draws."""
+    """Store rollouts in the replay buffer, from which the update draws."""
     return _chain("off_policy", "rollout", "reward", "store", "train", "sync", train="train_off_policy")
 
 
 def dagger(config: Config) -> Pipeline:
-    """An expert labels what the policy sees, and the update imitates all labels so far."""
+    """Let an expert label the policy's observations, and imitate all labels so far."""
     functions = {"store": "store_labels", "train": "train_off_policy"}
     return _chain("dagger", "rollout", "store", "train", "sync", **functions)
 
@@ -50,7 +50,7 @@ def offline(config: Config) -> Pipeline:
 
 
 def _chain(name: str, *nodes: str, **functions: str) -> Pipeline:
-    """Return a pipeline of nodes, each after the one before; functions are called as nodes by default."""
+    """Return a linear pipeline; functions are called as nodes by default."""
     pipeline = Pipeline(name)
     before: tuple[str, ...] = ()
     for node in nodes:
@@ -60,10 +60,10 @@ def _chain(name: str, *nodes: str, **functions: str) -> Pipeline:
 
 
 ON_POLICY = PipelineSpec(
-    name="on_policy", target=on_policy, description="advantages of each rollout: PPO, GRPO and their like"
+    name="on_policy", target=on_policy, description="advantages of each rollout: PPO, GRPO and similar"
 )
 OFF_POLICY = PipelineSpec(
-    name="off_policy", target=off_policy, description="a replay buffer and critics: SAC and its like"
+    name="off_policy", target=off_policy, description="a replay buffer and critics: SAC and similar"
 )
-DAGGER = PipelineSpec(name="dagger", target=dagger, description="an expert labels what the policy sees")
+DAGGER = PipelineSpec(name="dagger", target=dagger, description="an expert labels the policy's observations")
 OFFLINE = PipelineSpec(name="offline", target=offline, description="a dataset; no rollouts: IQL, RECAP")

@@ -1,4 +1,4 @@
-"""What must hold before a pipeline may run. All of it is checked, and all problems are reported. Imports no torch."""
+"""Requirements on a pipeline. All are checked, and all problems are reported. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ ROLES: dict[str, str] = {
     "rollout": "gathers experience; exactly one, or none with an offline algorithm.loss_type",
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
     "reward": "judges episodes; goes with reward.fn, reward.model and algorithm.srpo.enabled",
-    "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
-    "proximal": "log-probs and values of the weights that the update begins with; goes with algorithm.decoupled and"
+    "reference": "log-probs under the initial policy; goes with algorithm.kl.coef",
+    "proximal": "log-probs and values under the weights at the start of the update; goes with algorithm.decoupled and"
     " algorithm.recompute_logprobs",
     "advantage": "advantages and returns",
     "store": "adds episodes to the replay buffer; goes with an off-policy algorithm.loss_type",
     "train": "updates the weights; exactly one",
     "sync": "hands the new weights to the rollout; at least one, after the node that trains",
-    "compute": "anything else, and others use what it returns",
-    "sink": "anything else that no node depends on, such as a log",
+    "compute": "any other node whose output is used",
+    "sink": "any other node without dependents, such as a log",
 }
 ENDS = ("train", "sync", "sink")
 """Roles of nodes that no other node has to depend on."""
 CHANGES = ("store", "train")
-"""Roles of nodes that change what the run has learned from and what it has learned: they can't be undone. They give no
-output: who names them in ``deps`` comes after them, and gets nothing from them."""
+"""Roles of nodes that change the learned state or its data: they cannot be undone. They have no output: nodes that list
+them in ``deps`` run after them, and get no input from them.
+"""
 RESERVED_NAMES = ("env", "policy", "total", "eval")
-"""Names whose times are metrics with another meaning."""
+"""Names whose time metrics have another meaning."""
 
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A node as it was given, not yet checked; see ``graph.GraphNode``."""
+    """An unchecked node; see ``graph.GraphNode``."""
 
     name: str
     fn: Callable[..., object] | str
@@ -48,7 +49,7 @@ class NodeSpec:
 
 
 def inputs_of(deps: tuple[str, ...], roles: Mapping[str, str]) -> tuple[str, ...]:
-    """Return those of the nodes in ``deps`` that give an output."""
+    """Return the nodes in ``deps`` that have an output."""
     return tuple(name for name in deps if roles.get(name) not in CHANGES)
 
 
@@ -56,14 +57,14 @@ def resolve(fn: Callable[..., object] | str) -> tuple[Callable[..., object], str
     """Return a function and its ``module:name``.
 
     Raises:
-        EmbodrlError: there is none.
+        EmbodrlError: the function does not exist.
     """
     if isinstance(fn, str):
         return import_function(fn), fn
     if not callable(fn):
         raise EmbodrlError(
             f"fn is a {type(fn).__name__}, not a function",
-            "give a function, or 'module:function'",
+            "pass a function, or 'module:function'",
             code="pipeline-node-fn",
         )
     inner: object = fn
@@ -74,9 +75,9 @@ def resolve(fn: Callable[..., object] | str) -> tuple[Callable[..., object], str
 
 
 def sorted_names(specs: list[NodeSpec]) -> list[str]:
-    """Return names so that each comes after those it depends on, and else in the given order (Kahn 1962).
+    """Return names so that each follows its dependencies, otherwise in the given order (Kahn 1962).
 
-    What is in a cycle, or depends on one, is left out; dependencies that are missing do not count.
+    Nodes in or after a cycle are omitted; missing dependencies are ignored.
     """
     known = {spec.name for spec in specs}
     left = list(specs)
@@ -88,7 +89,7 @@ def sorted_names(specs: list[NodeSpec]) -> list[str]:
 
 
 def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
-    """Return all that is wrong with the nodes of a pipeline."""
+    """Return all problems of a pipeline's nodes."""
     roles = {spec.name: spec.role for spec in specs}
     problems = [problem for spec in specs for problem in _check_node(spec, roles)]
     sound = [spec for spec in specs if not isinstance(spec.deps, str)]
@@ -100,7 +101,6 @@ def check_nodes(specs: list[NodeSpec]) -> list[PipelineProblem]:
 
 
 def _check_node(spec: NodeSpec, roles: Mapping[str, str]) -> Iterator[PipelineProblem]:
-    """Yield what is wrong with a node, whatever the others."""
     yield from _check_name(spec)
     if isinstance(spec.deps, str):
         yield PipelineProblem(
@@ -134,7 +134,7 @@ def _check_name(spec: NodeSpec) -> Iterator[PipelineProblem]:
 
 
 def _check_role(spec: NodeSpec) -> Iterator[PipelineProblem]:
-    """Yield what is wrong with the role and with the number of retries, which depends on it."""
+    """Yield the problems with the role and with the number of retries, which depends on it."""
     if spec.role not in ROLES:
         near = nearest(str(spec.role), list(ROLES))
         hint = f"did you mean '{near}'?" if near else f"choose one of {', '.join(ROLES)}"
@@ -143,10 +143,10 @@ def _check_role(spec: NodeSpec) -> Iterator[PipelineProblem]:
         )
     if type(spec.retries) is not int or spec.retries < 0:
         yield PipelineProblem(
-            spec.name, f"retries is {spec.retries!r}", "give a number from 0", code="pipeline-retries"
+            spec.name, f"retries is {spec.retries!r}", "use a number of at least 0", code="pipeline-retries"
         )
     elif spec.retries and spec.role in CHANGES:
-        message = "a further attempt would repeat the optimizer steps, or add the episodes, that the first has"
+        message = "another attempt would repeat the optimizer steps, or add the episodes, of the first one"
         yield PipelineProblem(spec.name, message, "set its retries to 0", code="pipeline-retries")
 
 
@@ -184,12 +184,12 @@ def _missing(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
                 near = nearest(name, [known for known in names if known != spec.name])
                 hint = f"did you mean '{near}'?" if near else f"add it; there are {', '.join(names)}"
                 yield PipelineProblem(
-                    spec.name, f"depends on '{name}', which is not there", hint, code="pipeline-dep-unknown"
+                    spec.name, f"depends on '{name}', which does not exist", hint, code="pipeline-dep-unknown"
                 )
 
 
 def _cycles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
-    """Yield a cycle through each node that is in one, unless a cycle reported before has it."""
+    """Yield a cycle for each node in a cycle, unless it was reported before."""
     deps = {spec.name: spec.deps for spec in specs}
     reported = set[str]()
     for spec in specs:
@@ -205,7 +205,7 @@ def _cycles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
 
 
 def _cycle_through(name: str, deps: dict[str, tuple[str, ...]]) -> list[str]:
-    """Return a shortest way along the data from a node back to itself, or []."""
+    """Return a shortest cycle through a node along the data flow, or []."""
     ways = deque([[name]])
     seen = set[str]()
     while ways:
@@ -237,12 +237,12 @@ def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
             code="pipeline-role-missing",
         )
     for name in train[1:]:
-        message = f"has the role 'train', and so has '{train[0]}'"
-        hint = "one node trains; combine several losses in one function for algorithm.loss_type"
+        message = f"has the role 'train', but so does '{train[0]}'"
+        hint = "only one node trains; combine several losses in one function for algorithm.loss_type"
         yield PipelineProblem(name, message, hint, code="pipeline-role-twice")
     rollouts = [spec.name for spec in specs if spec.role == "rollout"]
     for name in rollouts[1:]:
-        message = f"has the role 'rollout', and so has '{rollouts[0]}', which gathers the same episodes"
+        message = f"has the role 'rollout', but so does '{rollouts[0]}', which gathers the same episodes"
         yield PipelineProblem(
             name, message, "raise algorithm.rollout_epoch for more of them per update", code="pipeline-role-twice"
         )
@@ -252,7 +252,7 @@ def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
 
 
 def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
-    """Yield rollouts that the training does not depend on, which might be interrupted after it, and early syncs."""
+    """Yield rollouts that training does not depend on, which might be interrupted after it, and early syncs."""
     deps = {spec.name: spec.deps for spec in specs}
     train = next((spec.name for spec in specs if spec.role == "train"), None)
     if train is None:
@@ -262,12 +262,12 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
             message = f"'{train}', which trains, does not depend on it"
             yield PipelineProblem(spec.name, message, f"connect its output to '{train}'", code="pipeline-disconnected")
         elif spec.role == "sync" and train not in upstream(spec.name, deps):
-            message = f"does not depend on '{train}', so the weights might be those before the update"
+            message = f"does not depend on '{train}', so it might send the weights from before the update"
             yield PipelineProblem(spec.name, message, f"name '{train}' in its deps", code="pipeline-disconnected")
 
 
 def upstream(name: str, deps: dict[str, tuple[str, ...]]) -> set[str]:
-    """Return a node and all that it depends on, there or not."""
+    """Return a node and all its dependencies, present or not."""
     found = set[str]()
     todo = [name]
     while todo:

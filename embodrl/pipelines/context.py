@@ -1,4 +1,4 @@
-"""What every node of a pipeline gets. Imports no torch."""
+"""The context passed to every node of a pipeline. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LearnsFromRollouts(Protocol):
-    """Updates by rollouts; ``learners.on_policy.OnPolicyUpdate``, which documents the methods."""
+    """Updates from rollouts; ``learners.on_policy.OnPolicyUpdate`` documents the methods."""
 
     def update(
         self,
@@ -38,13 +38,13 @@ class LearnsFromRollouts(Protocol):
 
 
 class Imitated(Protocol):
-    """Demonstrations; ``learners.on_policy.Demonstrations``, which documents the method."""
+    """Demonstrations; ``learners.on_policy.Demonstrations`` documents the method."""
 
     def draws(self, batch: TrajectoryBatch, advantages: Advantages) -> Iterator[Batch]: ...
 
 
 class LearnsFromRecords(Protocol):
-    """Updates by what is recorded; ``learners.records.ReplayUpdater``, which documents the method."""
+    """Updates from records; ``learners.records.ReplayUpdater`` documents the method."""
 
     def learn(self, generator: torch.Generator) -> dict[str, float | None]: ...
 
@@ -54,17 +54,17 @@ class PipelineContext:
     """The parts of a run, for one iteration.
 
     Attributes:
-        config: the run.
+        config: run configuration.
         iteration: updates done so far.
-        engine: holds the weights that train.
+        engine: holds the trained weights.
         rollout: gathers experience.
         rewards: judges episodes.
-        shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
-        on_policy: of runs that learn from rollouts; see ``updates``.
-        imitated: what updates by rollouts imitate in addition.
-        from_records: of off-policy and offline runs; see ``learn``.
-        replay: of off-policy runs; see ``stores``.
-        recorded: of offline runs; see ``dataset``.
+        shuffle: shuffles the chunks of an update, on the CPU. Part of every checkpoint.
+        on_policy: for runs that learn from rollouts; see ``updates``.
+        imitated: demonstrations that updates from rollouts also imitate.
+        from_records: for off-policy and offline runs; see ``learn``.
+        replay: for off-policy runs; see ``stores``.
+        recorded: for offline runs; see ``dataset``.
     """
 
     config: Config
@@ -81,7 +81,7 @@ class PipelineContext:
 
     @property
     def updates(self) -> LearnsFromRollouts:
-        """What learns from rollouts.
+        """Updates from rollouts.
 
         Raises:
             PipelineError: ``algorithm.loss_type`` learns from records.
@@ -95,7 +95,7 @@ class PipelineContext:
         return self.on_policy
 
     def learn(self) -> dict[str, float | None]:
-        """Update the weights by what is recorded; return metrics.
+        """Update the weights from records; return metrics.
 
         Raises:
             PipelineError: ``algorithm.loss_type`` learns from rollouts.
@@ -110,7 +110,7 @@ class PipelineContext:
 
     @property
     def stores(self) -> ReplayStores:
-        """What an off-policy run learns from.
+        """Replay buffer and demonstrations of an off-policy run.
 
         Raises:
             PipelineError: ``algorithm.loss_type`` is not off-policy.
@@ -123,7 +123,7 @@ class PipelineContext:
 
     @property
     def dataset(self) -> OfflineData:
-        """What an offline run learns from.
+        """Dataset of an offline run.
 
         Raises:
             PipelineError: ``algorithm.loss_type`` is not offline.

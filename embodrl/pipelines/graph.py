@@ -1,4 +1,4 @@
-"""The training loop as a graph: what a node is, how a pipeline is put together, and how it is walked.
+"""The training loop as a graph: nodes, the assembly of pipelines, and their execution.
 
 Imports no torch, since pipelines are checked together with the configuration.
 """
@@ -33,12 +33,12 @@ class GraphNode:
 
     Attributes:
         name: unique; its time is the metric ``time/<name>_s``.
-        fn: ``fn(context, *outputs) -> value | (value, metrics) | None``, with an output for each of ``inputs``; of a
+        fn: ``fn(context, *outputs) -> value | (value, metrics) | None``, with an output for each of ``inputs``; for a
             node that stores or trains ``-> metrics | None``.
-        label: ``module:function`` of it.
-        deps: names of the nodes that it comes after.
-        inputs: those of them whose outputs it gets, in this order.
-        role: what it is to the loop, one of ``checks.ROLES``.
+        label: its ``module:function``.
+        deps: names of the nodes that must run before it.
+        inputs: the dependencies whose outputs it receives, in this order.
+        role: role in the loop, one of ``checks.ROLES``.
         retries: further attempts after it has raised.
     """
 
@@ -52,7 +52,7 @@ class GraphNode:
 
 
 class Pipeline:
-    """Nodes that are to become a graph.
+    """Nodes to be built into a graph.
 
     >>> Pipeline("mine").add_node("rollout", "embodrl.pipelines.nodes:rollout", role="rollout").name
     'mine'
@@ -67,11 +67,10 @@ class Pipeline:
 
     @property
     def roles(self) -> dict[str, str]:
-        """The role of each node, in order of insertion."""
         return {name: spec.role for name, spec in self._specs.items()}
 
     def upstream(self, name: str) -> set[str]:
-        """Return a node and all that it depends on."""
+        """Return a node and all its dependencies."""
         return upstream(name, {other: spec.deps for other, spec in self._specs.items()})
 
     def add_node(
@@ -89,13 +88,13 @@ class Pipeline:
             fn: a function, or ``module:function``. It gets the context and the outputs of ``deps``, and returns a
                 value, a pair of a value and a dictionary of metrics, or None. Batches among its inputs are shallow
                 copies: it may replace columns, but must not write into tensors.
-            deps: nodes that come before. Those that store or train give no output, and only come before.
+            deps: nodes that run before. Nodes that store or train have no output and only run before.
             role: one of ``checks.ROLES``.
-            retries: further attempts after it has raised. An attempt begins with fresh copies of the inputs, but what
-                it did to the context stays done.
+            retries: further attempts after it has raised. An attempt starts with fresh copies of the inputs, but
+                changes to the context remain.
 
         Raises:
-            PipelineError: there is a node of that name already.
+            PipelineError: the name is taken.
         """
         if name in self._specs:
             message = f"pipeline '{self.name}' has a node '{name}' already"
@@ -109,14 +108,14 @@ class Pipeline:
         return self
 
     def problems(self) -> list[PipelineProblem]:
-        """Return all that is wrong with the nodes, in order of insertion."""
+        """Return all problems of the nodes, in order of insertion."""
         return check_nodes(list(self._specs.values()))
 
     def build(self) -> Graph:
-        """Return the graph: nodes after those that they depend on, else in order of insertion.
+        """Return the graph: nodes after their dependencies, otherwise in order of insertion.
 
         Raises:
-            PipelineError: with every problem found.
+            PipelineError: lists every problem.
         """
         problems = self.problems()
         if problems:
@@ -130,11 +129,10 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Graph:
-    """A pipeline that has been checked; made by ``Pipeline.build``.
+    """A checked pipeline, made by ``Pipeline.build``.
 
     Attributes:
-        name: of the pipeline.
-        nodes: in the order in which they run.
+        nodes: nodes in execution order.
     """
 
     name: str
@@ -143,21 +141,21 @@ class Graph:
     def run(self, context: PipelineContext, on_node: Callable[[GraphNode], None] | None = None) -> Metrics:
         """Run every node once, in order.
 
-        An output is kept until the last node that depends on it has run.
+        An output is kept until its last dependent node has run.
 
         Args:
-            context: what every node gets.
+            context: passed to every node.
             on_node: called before each node.
 
         Returns:
-            the metrics of all nodes (of one that several report, the last), ``time/<node>_s``, and the number of
-            retries if any node may be retried.
+            the metrics of all nodes (for duplicates, the last), ``time/<node>_s``, and the number of retries if any
+            node may be retried.
 
         Raises:
-            InterruptedError: a node before the one that trains was interrupted; nothing has been learned.
-            EmbodrlError: a node raised it, as often as it may be retried; the message says which node, and its inputs.
-            PipelineError: a node raised anything else, was interrupted once training had begun, or returned metrics
-                that are none.
+            InterruptedError: a node before the training one was interrupted; nothing has been learned.
+            EmbodrlError: a node raised it in every attempt; the message names the node and its inputs.
+            PipelineError: a node raised anything else, was interrupted after training had begun, or returned invalid
+                metrics.
         """
         outputs = _Outputs(self.nodes)
         metrics: Metrics = {}
@@ -190,12 +188,7 @@ class Graph:
     def _tried(
         self, node: GraphNode, inputs: Sequence[object], error: Exception, attempts: int, may_stop: bool
     ) -> None:
-        """Return if a node that has raised may be tried again.
-
-        Raises:
-            InterruptedError: it was interrupted, and nothing has been learned.
-            EmbodrlError: it may not; see ``run``.
-        """
+        """Return if a node that has raised may be retried."""
         interrupted = isinstance(error, InterruptedError)
         if interrupted and may_stop:
             raise error
@@ -235,10 +228,10 @@ class Graph:
 
 
 class _Outputs:
-    """Outputs of nodes, each kept until the last node that it is an input of has run.
+    """Outputs of nodes, each kept until the last node that takes it as input has run.
 
     Args:
-        nodes: in the order in which they run.
+        nodes: nodes in execution order.
     """
 
     def __init__(self, nodes: Sequence[GraphNode]) -> None:
@@ -246,7 +239,7 @@ class _Outputs:
         self._kept: dict[str, object] = {}
 
     def of(self, node: GraphNode) -> list[object]:
-        """Return the inputs of a node, of which those go that no later node needs."""
+        """Return the inputs of a node, and drop the ones that no later node needs."""
         found = [self._kept[name] for name in node.inputs]
         for name in node.inputs:
             self._waiting[name] -= 1
@@ -255,7 +248,7 @@ class _Outputs:
         return found
 
     def add(self, node: GraphNode, value: object) -> None:
-        """Keep the output of a node, if another one needs it."""
+        """Keep the output of a node if another node needs it."""
         if self._waiting[node.name]:
             self._kept[node.name] = value
 

@@ -1,4 +1,4 @@
-"""Load the configuration of a run: the rules of the configuration and those of the pipeline, in one report."""
+"""Load the configuration of a run: rules of the configuration and of the pipeline, in one report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from embodrl.pipelines.graph import Graph
 from embodrl.pipelines.select import PipelineCheck, build_graph
 
 GRAPH_SECTIONS = ("pipeline", "algorithm", "reward")
-"""What a pipeline depends on."""
+"""Sections that a pipeline depends on."""
 LEAST_ADDRESS_SPACE = 2 * 2**30
-"""Bytes that the smallest run needs, measured with env=toy: 1.5 GB are too few, and 2.0 GB enough.
-
-With less, native code ends the process where memory is missing, before Python can say why.
+"""Bytes that the smallest run needs, measured with env=toy: 1.5 GB are too few, 2.0 GB are enough. With less, native
+code ends the process on a failed allocation, before Python can report it.
 """
 
 
@@ -30,13 +29,13 @@ class LoadedRun(LoadedConfig):
     """A valid configuration with the graph that was built to check it.
 
     Attributes:
-        graph: None where the verb walks none.
+        graph: None if the verb runs none.
     """
 
     graph: Graph | None = None
 
     def with_config(self, config: Config) -> Self:
-        """As for ``LoadedConfig``; the graph is kept while the settings that it depends on are the same."""
+        """As in ``LoadedConfig``; the graph is kept while the settings it depends on are unchanged."""
         loaded = super().with_config(config)
         if any(getattr(config, name) != getattr(self.config, name) for name in GRAPH_SECTIONS):
             loaded.graph = None
@@ -50,10 +49,10 @@ def load_config(
     trust: bool = False,
     made_before: tuple[str, ...] = (),
 ) -> LoadedRun:
-    """As ``embodrl.config.load_config``, and build the pipeline; imports no torch.
+    """Like ``embodrl.config.load_config``, and build the pipeline; imports no torch.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every problem.
         EmbodrlError: the shell limits memory to less than any run needs.
     """
     _check_address_space(verb)
@@ -70,10 +69,10 @@ def load_run(
     trust: bool = False,
     text: str | None = None,
 ) -> LoadedRun:
-    """As ``embodrl.config.load_run``, and build the pipeline.
+    """Like ``embodrl.config.load_run``, and build the pipeline.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: lists every problem.
         EmbodrlError: the shell limits memory to less than any run needs.
     """
     _check_address_space(verb)
@@ -98,10 +97,10 @@ def _with_graph(loaded: LoadedConfig, check: PipelineCheck) -> LoadedRun:
 
 
 def graph_of(loaded: LoadedConfig) -> Graph:
-    """Return the graph that was built when the configuration was checked; built now if there is none.
+    """Return the graph built when the configuration was checked; built now if there is none.
 
     Raises:
-        PipelineError: with all that is wrong with it.
+        PipelineError: lists every problem.
     """
     graph = loaded.graph if isinstance(loaded, LoadedRun) else None
     return build_graph(loaded.config) if graph is None else graph

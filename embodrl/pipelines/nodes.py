@@ -1,6 +1,6 @@
-"""The built-in nodes. Thin: the work is done by workers, engines and algorithms.
+"""The built-in nodes: thin wrappers of workers, engines and algorithms.
 
-Validating a configuration imports this module, which is why torch comes with the calls.
+Validating a configuration imports this module, so torch is only imported by the calls.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def rollout(context: PipelineContext) -> tuple[TrajectoryBatch, Metrics]:
-    """Gather experience with the present policy; ``env_steps`` are the steps simulated for it."""
+    """Gather experience with the current policy; ``env_steps`` counts the simulated steps."""
     batch, metrics = context.rollout.gather(context.iteration)
     return batch, metrics | {"env_steps": batch.meta["env_steps"]}
 
 
 def dynamic_sampling(context: PipelineContext, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
-    """Keep groups with both successes and failures, and replace the others by further rollouts (DAPO)."""
+    """Keep groups with both successes and failures, and replace the others through further rollouts (DAPO)."""
     from embodrl.workers.dynamic_sampling import sample_mixed_groups
 
     batch, metrics = sample_mixed_groups(context.rollout, batch, context.iteration)
@@ -30,19 +30,19 @@ def dynamic_sampling(context: PipelineContext, batch: TrajectoryBatch) -> tuple[
 
 
 def reward(context: PipelineContext, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
-    """Replace the environment's rewards by those of ``reward.fn``, ``reward.model`` or SRPO, if there are any."""
+    """Replace the environment's rewards with ``reward.fn``'s, ``reward.model``'s or SRPO's, if configured."""
     metrics: Metrics = {**context.rewards.apply(batch)}
     return batch, metrics
 
 
 def reference(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Add the log-probs of the policy that the run began with."""
+    """Add the log-probs under the run's initial policy."""
     batch.ref_logprobs = context.updates.reference_logprobs(batch)
     return batch
 
 
 def proximal(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Add the log-probs, and with decoupled PPO put in the values, of the weights that this update begins with."""
+    """Add the log-probs and, with decoupled PPO, replace the values, under the weights at the start of this update."""
     from embodrl.algorithms.decoupled import set_proximal
 
     set_proximal(batch, *context.updates.proximal(batch, context.config.recomputes_logprobs))
@@ -50,7 +50,7 @@ def proximal(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatc
 
 
 def advantage(context: PipelineContext, batch: TrajectoryBatch) -> Advantages:
-    """Estimate advantages and returns as ``algorithm.adv_type`` says."""
+    """Estimate advantages and returns with ``algorithm.adv_type``."""
     from embodrl.algorithms.advantages import compute_advantages
 
     return compute_advantages(batch, context.config.algorithm)
@@ -63,7 +63,7 @@ def train(context: PipelineContext, batch: TrajectoryBatch, advantages: Advantag
 
 
 def store(context: PipelineContext, batch: TrajectoryBatch) -> Metrics:
-    """Add the chunks of a rollout to the replay buffer, and those of an expert or a person to the demonstrations."""
+    """Add the chunks of a rollout to the replay buffer, and an expert's or a person's to the demonstrations."""
     from embodrl.data.replay import POLICY
 
     stores = context.stores
@@ -77,7 +77,7 @@ def store(context: PipelineContext, batch: TrajectoryBatch) -> Metrics:
 
 
 def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> Metrics:
-    """Add what the experts labelled in a rollout to the replay buffer."""
+    """Add the experts' labels of a rollout to the replay buffer."""
     from embodrl.data.replay import EXPERT, labelled_frames
 
     online = context.stores.online
@@ -94,15 +94,15 @@ def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> Metrics:
 
 
 def train_off_policy(context: PipelineContext) -> Metrics:
-    """Update the policy, and its critics if it has some, on batches drawn from the replay buffer."""
+    """Update the policy, and its critics if any, on batches drawn from the replay buffer."""
     return context.learn()
 
 
 def train_offline(context: PipelineContext) -> Metrics:
-    """Update the policy, and critics if there are some, on batches drawn from the dataset; nothing is simulated."""
+    """Update the policy, and critics if any, on batches drawn from the dataset; nothing is simulated."""
     return {"env_steps": 0} | context.learn()
 
 
 def sync(context: PipelineContext) -> None:
-    """Hand the new weights, and their version, to the rollout."""
+    """Send the new weights, and their version, to the rollout."""
     context.rollout.update_weights(context.engine.weights(), context.engine.version)

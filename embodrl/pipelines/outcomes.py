@@ -1,4 +1,4 @@
-"""What nodes hand over: values, metrics, and how they are described in a message. Imports no torch."""
+"""Data passed between nodes: values, metrics, and their descriptions in messages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Metrics = dict[str, float | None]
 
 
 def outcome_of(result: object) -> tuple[object, Metrics]:
-    """Return the value and the metrics of what a node returned: ``value``, ``(value, metrics)`` or None.
+    """Split a node's return value (``value``, ``(value, metrics)`` or None) into value and metrics.
 
     Raises:
-        TypeError: there are metrics, and they are not numbers by name, or have a name that is taken.
+        TypeError: the metrics are not numbers by name, or use a reserved name.
     """
     pair = cast(tuple[object, ...], result) if isinstance(result, tuple) else ()
     if len(pair) != 2 or not isinstance(pair[1], dict):
@@ -26,7 +26,7 @@ def outcome_of(result: object) -> tuple[object, Metrics]:
         if not isinstance(name, str) or not (number is None or isinstance(number, Real)):
             raise TypeError(f"the metric {name!r}, which is {described(number)}")
         if name == "iteration":
-            raise TypeError("a metric called 'iteration', which is the name of the run's own")
+            raise TypeError("a metric called 'iteration', a name reserved for the run")
         found[name] = number if number is None or isinstance(number, int | float) else float(number)
     return value, found
 
@@ -37,7 +37,7 @@ def shared(value: Any) -> Any:
 
 
 def described(value: Any) -> str:
-    """Return the type of a value and, of tensors and what holds them, dtypes and shapes."""
+    """Return the type of a value and, for tensors and containers of tensors, dtypes and shapes."""
     if _is_batch(value):
         columns = ", ".join(f"{'/'.join(path)} {_tensor(tensor)}" for path, tensor in value.leaves())
         return f"{type(value).__name__} {list(value.batch_size)} with {columns or 'no columns'}"
@@ -58,7 +58,7 @@ def described(value: Any) -> str:
 
 
 def _is_batch(value: object) -> bool:
-    # Whoever has a batch has imported its module.
+    # A batch can only exist if its module has been imported.
     module = sys.modules.get("embodrl.data.batch")
     return module is not None and isinstance(value, module.Batch)
 

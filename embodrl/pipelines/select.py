@@ -1,4 +1,4 @@
-"""Which pipeline a configuration means, and whether it has the nodes that the other settings need. Imports no torch."""
+"""The pipeline of a configuration, and whether it has the nodes that other settings need. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from embodrl.user_code import guard_user_code
 
 @dataclass(frozen=True)
 class Need:
-    """A role that belongs to a setting.
+    """A role tied to a setting.
 
     Attributes:
-        role: of the node.
-        setting: when it is needed, in words.
-        wanted: whether it is.
-        switch: what turns the setting off.
-        only_then: the node can't do its work without the setting.
+        role: role of the node.
+        setting: setting that needs it, in words.
+        wanted: whether it is needed.
+        switch: how to turn the setting off.
+        only_then: the node cannot work without the setting.
     """
 
     role: str
@@ -72,7 +72,7 @@ NEEDS = (
     Need(
         "reward",
         "reward.model",
-        lambda c: c.reward.model is not None and not _offline(c),  # offline: the dataset has the rewards
+        lambda c: c.reward.model is not None and not _offline(c),  # offline: the dataset provides the rewards
         "reward.model=null",
         False,
     ),
@@ -87,7 +87,7 @@ NEEDS = (
 
 
 def default_name(config: Config) -> str:
-    """Return the built-in pipeline that the loss learns with."""
+    """Return the name of the loss's built-in pipeline."""
     name = config.algorithm.loss_type
     loss = LOSSES.entry(name) if name in LOSSES else None
     if loss is None or not loss.learns_from_records:
@@ -98,7 +98,7 @@ def default_name(config: Config) -> str:
 
 
 def algorithm_name(config: Config) -> str:
-    """Return what names of runs and model cards call the algorithm; a registered pipeline stands for it."""
+    """Return the algorithm's name for runs and model cards; a registered pipeline's name replaces it."""
     pipeline = config.pipeline.name
     if pipeline is not None and pipeline not in PIPELINES.builtin:
         return pipeline
@@ -122,7 +122,7 @@ def make_pipeline(config: Config) -> Pipeline:
     """Return the pipeline that ``pipeline.fn``, ``pipeline.name`` or the algorithm's settings name.
 
     Raises:
-        EmbodrlError: there is none, or the user's function failed.
+        EmbodrlError: the pipeline does not exist, or the user's function failed.
     """
     path = config.pipeline.fn
     if path is None:
@@ -135,49 +135,47 @@ def make_pipeline(config: Config) -> Pipeline:
         raise
     except Exception as error:  # a user's function may raise anything
         message = f"{path} raised {type(error).__name__}: {error}"
-        raise EmbodrlError(
-            message, "it is called with the configuration, a Config, alone", code="pipeline-fn-raised"
-        ) from error
+        raise EmbodrlError(message, "it is called with one argument, the Config", code="pipeline-fn-raised") from error
     if not isinstance(made, Pipeline):
-        hint = "return the Pipeline itself, which embodrl builds"
+        hint = "return the Pipeline itself; embodrl builds it"
         raise EmbodrlError(f"{path} returned {type(made).__name__}, not a Pipeline", hint, code="pipeline-fn-type")
     return made
 
 
 def unmet_needs(pipeline: Pipeline, config: Config) -> list[PipelineProblem]:
-    """Return what is wrong between the nodes of a pipeline and the other settings."""
+    """Return the mismatches between the nodes of a pipeline and the other settings."""
     problems: list[PipelineProblem] = []
     for need in NEEDS:
         present = need.role in pipeline.roles.values()
         wanted = need.wanted(config)
         if wanted and not present:
-            message = f"{need.setting} needs a node of the role '{need.role}', and there is none"
-            hint = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; leave pipeline.name out; or set {need.switch}"
+            message = f"{need.setting} needs a node with the role '{need.role}', but there is none"
+            hint = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; remove pipeline.name; or set {need.switch}"
             problems.append(PipelineProblem("", message, hint, code="pipeline-role-needed"))
         elif present and need.only_then and not wanted:
             message = f"a node has the role '{need.role}', which needs {need.setting}"
-            problems.append(PipelineProblem("", message, "set it, or leave the node out", code="pipeline-role-unused"))
+            problems.append(PipelineProblem("", message, "set it, or remove the node", code="pipeline-role-unused"))
     return [*problems, *_wrong_order(pipeline, config)]
 
 
 def _wrong_order(pipeline: Pipeline, config: Config) -> Iterator[PipelineProblem]:
-    """Yield nodes that work with what another one of the pipeline gives, and do not come after it."""
+    """Yield nodes that use another node's results but do not come after it."""
     in_reward = config.algorithm.kl.placement == "reward"
     users = {"proximal": ("advantage", "train"), "reference": ("advantage", "train") if in_reward else ("train",)}
     for name, role in pipeline.roles.items():
         before = pipeline.upstream(name)
         for giver, given in pipeline.roles.items():
             if role in users.get(given, ()) and giver not in before:
-                message = f"needs what '{giver}' adds to the batch, and does not come after it"
+                message = f"needs what '{giver}' adds to the batch, but does not come after it"
                 hint = f"take its batch from '{giver}', directly or through other nodes"
                 yield PipelineProblem(name, message, hint, code="pipeline-order")
 
 
 def checked_pipeline(config: Config) -> Pipeline:
-    """Return the pipeline of a configuration, which is made once.
+    """Return the pipeline of a configuration, built once.
 
     Raises:
-        PipelineError: with all that is wrong with it.
+        PipelineError: lists every problem.
     """
     try:
         pipeline = make_pipeline(config)
@@ -186,15 +184,15 @@ def checked_pipeline(config: Config) -> Pipeline:
     except EmbodrlError as error:
         hint = error.hint or "put its directory on PYTHONPATH"
         problem = PipelineProblem("", error.message, hint, error.code)
-        raise PipelineError("the pipeline can't run:", problems=(problem,)) from error
+        raise PipelineError("the pipeline cannot run:", problems=(problem,)) from error
     problems = (*pipeline.problems(), *unmet_needs(pipeline, config))
     if problems:
-        raise PipelineError("the pipeline can't run:", problems=problems)
+        raise PipelineError("the pipeline cannot run:", problems=problems)
     return pipeline
 
 
 class PipelineCheck:
-    """The rule that the pipeline can be built; keeps the graph, since a custom function is to be called once."""
+    """The rule that the pipeline can be built; keeps the graph, since a custom function must be called only once."""
 
     def __init__(self) -> None:
         self.graph: Graph | None = None
@@ -207,7 +205,7 @@ class PipelineCheck:
         both = pipeline.name is not None and pipeline.fn is not None
         unknown = pipeline.name is not None and pipeline.name not in PIPELINES
         if both or unknown or config.algorithm.adv_type not in ADVANTAGES:
-            return  # rules of the configuration report it
+            return  # other configuration rules report it
         key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
         try:
             self.graph = build_graph(config)
@@ -220,6 +218,6 @@ def build_graph(config: Config) -> Graph:
     """Return the graph of a configuration.
 
     Raises:
-        PipelineError: with all that is wrong with it.
+        PipelineError: lists every problem.
     """
     return checked_pipeline(config).build()

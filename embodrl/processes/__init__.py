@@ -1,5 +1,5 @@
-"""Child processes and what they exchange with their parent: one supervisor, one frame, one codec.
+"""Child processes and their communication with the parent: one supervisor, one frame format, one codec.
 
-Simulators (``envs.pool``) and workers of a group (``scheduler``) are both built on it. Needs numpy and the standard
-library only, and Python 3.10: a simulator may run in its own interpreter.
+Simulators (``envs.pool``) and workers of a group (``scheduler``) both build on it. Needs only numpy and the standard
+library, and Python 3.10, since a simulator may run in its own interpreter.
 """

@@ -14,18 +14,14 @@ Answer = TypeVar("Answer")
 
 
 class Request(Generic[Content, Answer]):
-    """What a coroutine waits for.
-
-    Args:
-        content: content of the request.
-    """
+    """A request and the future of its answer."""
 
     def __init__(self, content: Content) -> None:
         self.content = content
         self.answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
     def settle(self, answer: Answer | Exception) -> None:
-        """Answer the request, unless it has been cancelled."""
+        """Answer the request, unless it was cancelled."""
         if self.answer.done():
             return
         if isinstance(answer, Exception):
@@ -35,15 +31,12 @@ class Request(Generic[Content, Answer]):
 
 
 class BatchPump(ABC, Generic[Content, Answer]):
-    """Gathers the requests that wait while its thread is at work into batches. Its methods belong to one event loop.
-
-    Args:
-        name: name of the thread.
+    """Batches the requests that arrive while its thread is busy. The methods belong to one event loop.
 
     Attributes:
-        batches: computed so far.
-        requests: answered in them.
-        busy_s: seconds that the thread was at work.
+        batches: number of computed batches.
+        requests: number of requests in them.
+        busy_s: busy time of the thread, in seconds.
     """
 
     def __init__(self, name: str) -> None:
@@ -55,9 +48,9 @@ class BatchPump(ABC, Generic[Content, Answer]):
 
     @abstractmethod
     def choose(self, waiting: list[Request[Content, Answer]]) -> list[Request[Content, Answer]]:
-        """Return which of the requests, the oldest first, form the next batch; none of them is cancelled.
+        """Return the requests of the next batch, chosen from the waiting ones, oldest first; none of them is cancelled.
 
-        It may settle some itself, which are then left out.
+        May settle requests itself, which then must not be in the batch.
         """
 
     async def gather(self, waiting: Sequence[Request[Content, Answer]]) -> None:
@@ -65,33 +58,33 @@ class BatchPump(ABC, Generic[Content, Answer]):
 
     @abstractmethod
     def compute(self, batch: list[Content]) -> Sequence[Answer]:
-        """Return one answer per request. Runs in the thread; an error reaches all of the batch."""
+        """Return one answer per request. Runs in the thread; an error fails the whole batch."""
 
     def computed(self, batch: Sequence[Content], answers: Sequence[Answer | Exception]) -> None:
-        """Take note of a batch before its requests are answered, cancelled ones included."""
+        """Record a batch before its requests, including cancelled ones, are answered."""
 
     async def submit(self, request: Request[Content, Answer]) -> Answer:
-        """Queue a request and wait for its answer."""
         self._waiting.append(request)
         if self._pump is None:
             self._pump = asyncio.create_task(self._serve())
         return await request.answer
 
     async def _serve(self) -> None:
-        """Answer until no request waits. A task starts in the next cycle of the loop, so all of this one join."""
+        """Answer until no request waits. The task starts in the next cycle of the loop, so all requests of this cycle
+        join.
+        """
         batch: list[Request[Content, Answer]] = []
         try:
             while self._waiting:
                 await self.gather(self._waiting)
-                # A coroutine may have been cancelled while others were gathered; its request must not take a place in
-                # the batch.
+                # A request may have been cancelled during gathering, and must not take a place in the batch.
                 alive = [request for request in self._waiting if not request.answer.done()]
                 batch = self.choose(alive) if alive else []
                 taken = set(map(id, batch))
                 self._waiting = [r for r in alive if id(r) not in taken and not r.answer.done()]
                 if batch:
                     await self._answer(batch)
-                    await asyncio.sleep(0)  # whom this answered may ask again before the next batch is made
+                    await asyncio.sleep(0)  # answered coroutines may submit again before the next batch
         except Exception as error:  # noqa: BLE001 - a request without an answer would wait forever
             for request in (*batch, *self._waiting):
                 request.settle(error)
@@ -111,7 +104,7 @@ class BatchPump(ABC, Generic[Content, Answer]):
             request.settle(answer)
 
     def _computed(self, contents: list[Content]) -> Sequence[Answer | Exception]:
-        """Return the answers, or for each request the error, which every coroutine that asked raises."""
+        """Return the answers, or the error for each request, which is raised in every waiting coroutine."""
         try:
             return self.compute(contents)
         except BaseException as error:  # noqa: BLE001 - no future can hold StopIteration or a BaseException
@@ -122,7 +115,7 @@ class BatchPump(ABC, Generic[Content, Answer]):
             return [wrapped] * len(contents)
 
     def mean_batch(self) -> float:
-        """Return how many requests a batch had on average; 0 before the first."""
+        """Return the mean number of requests per batch; 0 before the first batch."""
         return self.requests / self.batches if self.batches else 0.0
 
     def close(self) -> None:

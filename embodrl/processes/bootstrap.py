@@ -1,7 +1,7 @@
-"""Start of a process in another interpreter: ``python bootstrap.py MODULE SOCKET_FD``; ``MODULE.main`` serves.
+"""Entry point of a process in another interpreter: ``python bootstrap.py MODULE SOCKET_FD`` runs ``MODULE.main``.
 
-Loads the package ``embodrl`` from where this file lies without adding the surrounding site-packages to the path:
-the interpreter may belong to the virtual environment of a simulator or of lerobot, whose packages must win.
+Loads package ``embodrl`` from this file's location without adding the surrounding site-packages to the path: the
+interpreter may belong to the virtual environment of a simulator or of lerobot, whose packages must take precedence.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from pathlib import Path
 def main() -> None:
     """Load embodrl and serve."""
     package = Path(__file__).resolve().parents[1]
-    # Python puts the directory of a script first; ``trace.py`` there would hide the standard library's.
+    # Python puts a script's directory first, where ``trace.py`` would hide the standard library's.
     sys.path.pop(0)
     spec = importlib.util.spec_from_file_location(
         "embodrl", package / "__init__.py", submodule_search_locations=[str(package)]

@@ -1,4 +1,4 @@
-"""A child process as its parent sees it: start, connection, death, log, stack dump, kill."""
+"""Parent's view of a child process: start, connection, death, log, stack dump, kill."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from embodrl.processes.guard import VARIABLE, end_family, family
 from embodrl.processes.liveness import Limits, Liveness, stop_requested
 from embodrl.processes.trace import naming
 
-LOG_TAIL_BYTES = 8192  # the last words and a dump of every thread's stack
+LOG_TAIL_BYTES = 8192  # the last output and a dump of every thread's stack
 LOG_BYTES = 8 << 20
-"""Largest size of a log; of a longer one the first and the last part are kept."""
+"""Maximum size of a log; only the beginning and the end of a longer log are kept."""
 _LOG_KEPT_BYTES = 1 << 20
 _LOOK_S = 1.0
 _NUMBERS = itertools.count()
 _STACK_DUMP_S = 2.0
 _HURRIED_DUMP_S = 0.3
-_STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long as this ends it
+_STACK_DUMP_PAUSE_S = 0.05  # the dump arrives in several writes; a pause of this length ends it
 _REAP_S = 10.0
 
 
 def module_command(module: str) -> list[str]:
-    """Return the command that runs a module by this interpreter.
+    """Return the command that runs a module in this interpreter.
 
-    The current directory, which may be a run of somebody else, is not searched: without -P its files would come first.
+    -P keeps the current directory, which may be another user's run, off the module search path.
     """
     return [sys.executable, "-P", "-m", module]
 
 
 def importable_in_other_python() -> list[str]:
-    """Return the entries of ``sys.path`` outside this interpreter's installation: the user's own code."""
+    """Return the entries of ``sys.path`` outside this interpreter's installation, i.e. the user's own code."""
     names = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     installed = {Path(name).resolve() for name in [*names, *site.getsitepackages(), site.getusersitepackages()]}
     paths = [Path(entry or ".").resolve() for entry in sys.path]
@@ -58,41 +58,41 @@ def importable_in_other_python() -> list[str]:
 
 
 def _open_log(path: Path | None) -> BinaryIO:
-    """Open the file that a child prints into; None stands for one without a name."""
     if path is None:
         return tempfile.TemporaryFile()
     return open(path, "ab+", opener=open_descriptor)
 
 
 class ChildHungError(Exception):
-    """The process lives and does not work; the text says how that shows."""
+    """The process is alive but does not work; the message gives the evidence."""
 
 
 class ChildProcess:
-    """A running child in a process group and a family (``guard``) of its own, so that what it starts ends with it.
+    """A running child in its own process group and family (``guard``), so that its descendants end with it.
 
-    The way down is always the same: a stack dump first if it hangs (a dead process has no stack), then SIGKILL to the
-    whole group while the leader is not reaped (its id, which is the group's, can't be given to another process until
-    then), then reap, and only then close socket, log and pidfd, which the log tail and the exit reason are read from.
+    The shutdown order is fixed: a stack dump first if the child hangs (a dead process has no stack), then SIGKILL to
+    the whole group before the leader is reaped (until then its id, the group's, can't be reused), then reap, and only
+    then close socket, log and pidfd, which provide the log tail and the exit reason.
 
     Args:
-        command: interpreter and script; the number of the child's socket is appended. It begins with ``serve.begin``.
+        command: interpreter and script, which calls ``serve.begin`` first; the child's socket number is appended.
         start: value of the START frame, a dictionary; ``sys_path`` and ``started_by_main_thread`` are added.
         codec: codec of the values.
         environ: environment variables on top of this process's.
-        log_path: file that gets what the process prints; None for an unnamed one.
-        pass_fds: file descriptors that it inherits, under the same numbers.
-        stuck_error: raised if it does not end after SIGKILL.
-        name: name in the list of processes; see ``guard``.
-        limits: times after which it counts as hung.
-        oom_score_adj: added to the kernel's score when memory runs out; a process with a higher score is killed first.
+        log_path: file for the output of the process; None for an unnamed one.
+        pass_fds: inherited file descriptors, with the same numbers.
+        stuck_error: raised if the process does not end after SIGKILL.
+        name: name in the process list; see ``guard``.
+        limits: time limits for hang detection.
+        oom_score_adj: added to the kernel's score when memory runs out; the process with the highest score is killed
+            first.
 
     Attributes:
         connection: connection to the child.
         pidfd: readable once the child has ended; -1 once everything is closed.
 
     Raises:
-        OSError: it can't be started.
+        OSError: the process can't be started.
         MessageError: ``start`` can't be sent.
     """
 
@@ -119,13 +119,13 @@ class ChildProcess:
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log: BinaryIO = _open_log(log_path)
-        # A log file may hold the output of earlier processes of that name; error messages show this one's alone.
+        # A log file may hold output of earlier processes with this name; error messages show only this process's.
         self._log_start = self._log.seek(0, os.SEEK_END)
-        flags = fcntl.fcntl(self._log, fcntl.F_GETFL)  # both sides write at the end, wherever that is: see _trim_log
+        flags = fcntl.fcntl(self._log, fcntl.F_GETFL)  # both sides append at the current end: see _trim_log
         fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)
         ours, theirs = socket_pair()
         self._heartbeat = os.memfd_create("embodrl-heartbeat")
-        # Another interpreter must not find the packages of this one.
+        # Another interpreter must not import this one's packages.
         inherited = {k: v for k, v in os.environ.items() if same_python or k not in ("PYTHONPATH", "PYTHONHOME")}
         try:
             self._popen = subprocess.Popen(
@@ -136,13 +136,13 @@ class ChildProcess:
                 pass_fds=(theirs.fileno(), self._heartbeat, *pass_fds),
                 env={
                     **inherited,
-                    # What a process printed just before it died must be in the log.
+                    # Output just before a death must reach the log.
                     "PYTHONUNBUFFERED": "1",
                     **(environ or {}),
                     VARIABLE: self._family,
                     **naming(name),
                 },
-                process_group=0,  # Ctrl-C goes to the parent alone, which decides
+                process_group=0,  # Ctrl-C reaches only the parent, which decides
             )
         except OSError:
             ours.close()
@@ -150,15 +150,15 @@ class ChildProcess:
             os.close(self._heartbeat)
             raise
         finally:
-            # With a copy of the child's end open here, end-of-file would never arrive.
+            # An open copy of the child's end would prevent end-of-file.
             theirs.close()
         self.pidfd = os.pidfd_open(self._popen.pid)
-        # A child inherits the cores of the thread that starts it, which ``cores.bound_to`` may have narrowed.
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        # A child inherits the cores of its parent thread, which ``cores.bound_to`` may have restricted.
+        with contextlib.suppress(ProcessLookupError):  # already ended
             unbind(self._popen.pid)
         self._liveness = Liveness(self._popen.pid, self._heartbeat, limits or Limits())
-        # If memory runs out, a simulator goes before a rollout process, and that before the driver (``oom_score_adj``).
-        with contextlib.suppress(OSError):  # it has ended already, or the system does not allow it
+        # If memory runs out, simulators are killed first, then rollout processes, and the driver last.
+        with contextlib.suppress(OSError):  # already ended, or not permitted
             Path(f"/proc/{self._popen.pid}/oom_score_adj").write_text(str(oom_score_adj))
         self.connection = Connection(ours, codec, self.pidfd)
         message = {
@@ -180,18 +180,18 @@ class ChildProcess:
         return self._popen.pid
 
     def receive(self, deadline: float | None = None, busy: Callable[[], bool] = bool) -> Frame:
-        """Return the next frame; meanwhile look whether the process is alive, and bound the size of its log.
+        """Return the next frame; meanwhile check that the process is alive, and limit the size of its log.
 
         Args:
-            deadline: time of ``time.monotonic()``; None waits until it is found dead or hung.
-            busy: whether it owes an answer, so that it must make progress.
+            deadline: time of ``time.monotonic()``; None waits until the process is found dead or hung.
+            busy: returns whether the process owes an answer, so that it must make progress.
 
         Raises:
-            ChildHungError: it hangs, see ``liveness``.
+            ChildHungError: the process hangs, see ``liveness``.
             PeerGoneError, TimeoutError, MessageError: see ``Connection.receive``.
         """
         while True:
-            # Every step of a simulator comes through here; reading /proc each time would cost more than the frame.
+            # Runs for every simulator step; reading /proc each time would cost more than the frame.
             now = time.monotonic()
             if now - self._looked >= _LOOK_S:
                 self._looked = now
@@ -207,7 +207,7 @@ class ChildProcess:
                     raise
 
     def _trim_log(self) -> None:
-        """Cut the middle out of a log that has become too long; what arrives meanwhile is appended behind."""
+        """Cut the middle out of an oversized log; output that arrives meanwhile is appended at the end."""
         number = self._log.fileno()
         size = os.fstat(number).st_size - self._log_start
         if size <= LOG_BYTES:
@@ -220,12 +220,12 @@ class ChildProcess:
         os.write(number, note.encode() + tail)
 
     def exit_reason(self) -> str:
-        """Describe how the process, which is known to be ending, ended; reaps it.
+        """Describe how an ending process ended, and reap it.
 
         Raises:
-            EmbodrlError: ``stuck_error``, it did not end.
+            EmbodrlError: ``stuck_error``, the process did not end.
         """
-        # Time to end by itself first: a kill would replace its own exit code by that of SIGKILL.
+        # Let it end by itself first: a kill would replace its exit code by SIGKILL's.
         self.wait_ended(_REAP_S)
         code = self.end_group()
         if code == OUT_OF_MEMORY:
@@ -233,12 +233,12 @@ class ChildProcess:
         if code >= 0:
             return f"exited with code {code}"
         reason = f"was killed by {signal.Signals(-code).name}"
-        # This side kills only what has not ended by itself, so the sender was probably the kernel's out-of-memory
-        # killer.
+        # This side only kills processes that have not ended by themselves, so the sender was probably the kernel's
+        # out-of-memory killer.
         return reason + " (out of memory?)" if code == -signal.SIGKILL else reason
 
     def log_tail(self) -> str:
-        """Return the end of what this process printed; "" once everything is closed."""
+        """Return the end of the process's output; "" once everything is closed."""
         if self._log.closed:
             return ""
         size = os.fstat(self._log.fileno()).st_size
@@ -246,12 +246,12 @@ class ChildProcess:
         return os.pread(self._log.fileno(), size - start, start).decode(errors="replace").strip()
 
     def dump_stack(self) -> None:
-        """Ask a process that hangs to write its Python stack to its log, and wait for it a short while.
+        """Ask a hanging process to write its Python stack to its log, and wait briefly for it.
 
-        ``faulthandler`` answers SIGUSR1 from the C signal handler, so that it works while the interpreter is blocked.
+        ``faulthandler`` answers SIGUSR1 in the C signal handler, which works even while the interpreter is blocked.
         """
         if self._liveness.is_stopped():
-            return  # it would handle no signal but SIGKILL
+            return  # it handles no signal but SIGKILL
         before = size = os.fstat(self._log.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(signal.SIGUSR1)
@@ -264,14 +264,14 @@ class ChildProcess:
                 return
 
     def wait_ended(self, grace_s: float) -> bool:
-        """Wait for the process to end by itself; return whether it did. ``kill`` is still due."""
+        """Wait for the process to end by itself; return whether it did. ``kill`` must still be called."""
         return bool(wait_for({self.pidfd: select.POLLIN}, time.monotonic() + grace_s))
 
     def kill(self) -> None:
-        """End the process, and what it started, at once; close everything.
+        """Kill the process and its descendants immediately; close everything.
 
         Raises:
-            EmbodrlError: ``stuck_error``, it did not end; everything on this side is closed anyway.
+            EmbodrlError: ``stuck_error``, the process did not end; everything on this side is closed anyway.
         """
         try:
             self.end_group()
@@ -279,19 +279,19 @@ class ChildProcess:
             self.release()
 
     def end_group(self) -> int:
-        """Kill what is left of the process group and reap the leader; return its exit code.
+        """Kill the rest of the process group and reap the leader; return its exit code.
 
         Raises:
-            EmbodrlError: ``stuck_error``, it did not end.
+            EmbodrlError: ``stuck_error``, the process did not end.
         """
-        with self._reaping:  # the thread that waits for answers and the one that closes may both come here
+        with self._reaping:  # the thread that waits for answers and the one that closes may both get here
             if self._popen.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._popen.pid, signal.SIGKILL)
             try:
                 code = self._popen.wait(_REAP_S)
-                # Cleared before the search through all of /proc, so that a second caller does not repeat it.
-                if self._family:  # what has left the process group is still of the family
+                # Cleared before the search through /proc, so that a second caller does not repeat it.
+                if self._family:  # processes that left the group still belong to the family
                     gone = self._family
                     self._family = ""
                     end_family(gone)
@@ -302,20 +302,20 @@ class ChildProcess:
                 threading.Thread(target=self._reap_late, args=(gone,), name="reap", daemon=True).start()
                 raise self._stuck_error(
                     f"process {self._popen.pid} was killed and still exists {_REAP_S:.0f} s later",
-                    "it waits for a driver or a disk: look at `dmesg`; if the machine is only busy, try again",
+                    "the process waits for a driver or a disk: check `dmesg`; if the machine is only busy, try again",
                 ) from error
 
     def _reap_late(self, family: str) -> None:
-        """Wait for a killed process that a driver, a disk or a busy machine holds up: it would stay a zombie."""
+        """Wait for a killed process that a driver, disk or busy machine delays, so that it does not stay a zombie."""
         self._popen.wait()
         if family:
             end_family(family)
 
     def release(self) -> None:
-        """Close socket, log and pidfd; the process has ended."""
+        """Close socket, log and pidfd of the ended process."""
         self.connection.close()
         self._log.close()
-        # -1 marks everything as closed: two threads may end the same process.
+        # -1 marks everything as closed, since two threads may end the same process.
         if self.pidfd >= 0:
             os.close(self.pidfd)
             os.close(self._heartbeat)

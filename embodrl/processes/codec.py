@@ -1,8 +1,8 @@
-"""Values to a description and raw memory, and back: JSON for the structure, bytes for the arrays.
+"""Conversion of values to a JSON description plus raw array memory, and back.
 
-Nothing in it can carry code, as a pickle can. What can be sent: None, bool, int, float, str, bytes, lists, tuples,
-dictionaries with text or integer keys, numpy arrays of numbers, truth values, text or such values, and the types that
-a ``Codec`` was extended with. In the description everything that JSON lacks is an object with one key, its tag.
+Unlike a pickle, a message can't carry code. Supported: None, bool, int, float, str, bytes, lists, tuples, dictionaries
+with text or integer keys, numpy arrays of numbers, booleans, text or such values, and the types of a ``Codec``'s
+extensions. Values that JSON lacks are described by an object with a single key, their tag.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 _LENGTH = struct.Struct("<Q")
 _ARRAY_KINDS = "biufU"
 _ALIGNMENT = 64  # a cache line
-_SHOWN = 200  # characters of an error about a message that another process wrote
-# All that parsing invalid JSON, shapes, offsets and tags can lead to, whatever another process sends.
+_SHOWN = 200  # maximum characters of errors about another process's message
+# Every error that parsing invalid JSON, shapes, offsets and tags can raise, whatever another process sends.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
 _ARRAY = "__ndarray__"
 _BYTES = "__bytes__"
@@ -33,16 +33,16 @@ _DICT = "__dict__"
 _OBJECTS = "__objects__"
 
 Read = Callable[[int, int], bytes | bytearray | memoryview]
-"""Returns the memory from a start in the body that follows the description, so many bytes of it."""
+"""Returns the given number of bytes, from an offset in the body that follows the description."""
 
 
 class Blobs(list[NDArray[np.uint8]]):
-    """The memory of a value's arrays, not copied where it can be."""
+    """Array memory of a value, referenced without copying where possible."""
 
     end = 0
 
     def add(self, memory: NDArray[np.uint8]) -> int:
-        """Add contiguous memory; return where it starts in the body that follows the description."""
+        """Add contiguous memory; return its offset in the body that follows the description."""
         start = self.end
         self.end = self.end + aligned(memory.nbytes)
         self.append(memory)
@@ -53,45 +53,41 @@ class Extension(NamedTuple):
     """A further type that a codec can send.
 
     Attributes:
-        tag: names it in the description; begins with two underscores.
-        plural: plural in the message about values that can't be sent.
-        describe: function from (value, codec, blobs, place of the value) to JSON.
+        tag: name in the description; starts with two underscores.
+        plural: plural form in errors about values that can't be sent.
+        describe: function from (value, codec, blobs, location of the value) to JSON.
         restore: function from (that JSON, codec, read) to the value.
     """
 
     tag: str
     plural: str
-    describe: Callable[[Any, Codec, Blobs, str], object]  # of values of the extension's own class
+    describe: Callable[[Any, Codec, Blobs, str], object]  # values of the extension's own class
     restore: Callable[[object, Codec, Read], object]
 
 
 class Codec:
-    """Sends plain values and those of its extensions.
-
-    Args:
-        extensions: further types; that of a class holds for its subclasses.
-    """
+    """Sends plain values and those of its extensions; an extension for a class also covers its subclasses."""
 
     def __init__(self, extensions: Mapping[type, Extension] | None = None) -> None:
         self._extensions = extensions or {}
         self._by_tag = {extension.tag: extension for extension in self._extensions.values()}
 
     def pack(self, value: object) -> tuple[bytes, Blobs]:
-        """Return the description of a value as JSON, and the memory of its arrays.
+        """Return the JSON description of a value, and the memory of its arrays.
 
         Raises:
-            MessageError: a part of it is of another type; names which.
+            MessageError: a part has an unsupported type; the message names the part.
         """
         blobs = Blobs()
         return json.dumps(self.describe(value, blobs, "the value")).encode(), blobs
 
     def unpack(self, description: bytes, blobs: Iterable[NDArray[np.uint8]]) -> Any:
-        """Return the value of ``pack``; its arrays are copies of the blobs, private and writable.
+        """Return the value of ``pack``; its arrays are private, writable copies.
 
         Raises:
-            MessageError: these are no description and blobs of a value.
+            MessageError: the description or blobs are invalid.
         """
-        # Of blobs that start at the same place, all but the last are empty.
+        # Of blobs with equal offsets, all but the last are empty.
         found = {start: blob.data for start, blob in placed(blobs)}
         return self.read_from(description, lambda start, count: bytearray(found[start][:count] if count else b""))
 
@@ -99,18 +95,18 @@ class Codec:
         """Return the value of ``pack``; its arrays share the memory that ``read`` returns.
 
         Raises:
-            MessageError: these are no description and memory of a value.
+            MessageError: the description or memory is invalid.
         """
         try:
             return self.restore(json.loads(bytes(description)), read)
         except _UNREADABLE as error:
             raise MessageError(
-                f"a message can't be read: {type(error).__name__}: {str(error)[:_SHOWN]}",
+                f"unreadable message: {type(error).__name__}: {str(error)[:_SHOWN]}",
                 "run the same version of embodrl in all processes",
             ) from error
 
     def encode(self, value: object) -> bytes:
-        """Return one string of bytes for a value.
+        """Return a value as a single byte string.
 
         Raises:
             MessageError: see ``pack``.
@@ -120,10 +116,10 @@ class Codec:
         return b"".join([_LENGTH.pack(len(description)), description, *body])
 
     def decode(self, data: bytes | bytearray | memoryview) -> Any:
-        """Return the value of ``encode``; arrays are private and writable.
+        """Return the value of ``encode``; its arrays are private and writable.
 
         Raises:
-            MessageError: the bytes are truncated or not of that form.
+            MessageError: the bytes are truncated or invalid.
         """
         view = memoryview(data)
         begin = _LENGTH.size + int.from_bytes(view[: _LENGTH.size], "little")
@@ -131,15 +127,15 @@ class Codec:
         return self.read_from(view[_LENGTH.size : begin], lambda start, count: bytearray(body[start : start + count]))
 
     def copied(self, value: T) -> T:
-        """Return what would arrive if the value were sent.
+        """Return a copy of a value as its receiver would see it.
 
         Raises:
-            MessageError: it can't be sent.
+            MessageError: the value can't be sent.
         """
         return self.unpack(*self.pack(value))
 
     def describe(self, value: object, blobs: Blobs, where: str) -> object:
-        """Return the JSON of a value, and add its memory to ``blobs``; ``where`` names it in the error."""
+        """Return the JSON of a value, and add its memory to ``blobs``; ``where`` names the value in errors."""
         # Exact types: a numpy float64 is an instance of float, and would arrive as another type.
         if value is None or type(value) in (bool, int, float, str):
             return value
@@ -167,7 +163,7 @@ class Codec:
             if type(key) not in (str, int):
                 raise MessageError(f"{where} has a key of type {type(key).__name__}", "use text or integers as keys")
         items = [(key, self.describe(item, blobs, f"{where}[{key!r}]")) for key, item in value.items()]
-        # A JSON object where that is unambiguous: JSON has text keys only, and a single key may look like a tag.
+        # A JSON object where unambiguous: JSON only has text keys, and a single key may look like a tag.
         plain = all(type(key) is str for key in value) and not (
             len(value) == 1 and str(next(iter(value))).startswith("__")
         )
@@ -177,12 +173,11 @@ class Codec:
         if value.dtype.kind == "O":
             return {_OBJECTS: [self.describe(value.ravel().tolist(), blobs, where), value.shape]}
         if value.dtype.kind not in _ARRAY_KINDS:
-            raise MessageError(f"{where} is an array of {value.dtype}", "send numbers, truth values or text")
+            raise MessageError(f"{where} is an array of {value.dtype}", "send numbers, booleans or text")
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return {_ARRAY: [value.dtype.str, value.shape, blobs.add(raw), isinstance(value, np.generic)]}
 
     def restore(self, node: object, read: Read) -> Any:
-        """Return the value of a description."""
         if isinstance(node, list):
             return [self.restore(item, read) for item in cast("list[object]", node)]
         if not isinstance(node, dict):
@@ -203,7 +198,7 @@ class Codec:
         if tag == _OBJECTS:
             parts, shape = content
             array = np.empty(len(parts), dtype=object)
-            # Assigned one by one: numpy would turn nested lists into further dimensions.
+            # Assigned one by one, since numpy would turn nested lists into further dimensions.
             for index, part in enumerate(parts):
                 array[index] = self.restore(part, read)
             return array.reshape(shape)
@@ -216,13 +211,13 @@ def _restore_array(read: Read, name: str, shape: list[int], start: int, scalar: 
         raise ValueError(f"array of dtype {str(name)[:_SHOWN]} refused")
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError("an array has a negative size")
-    num_bytes = math.prod(shape) * dtype.itemsize  # of Python's integers, which do not overflow
+    num_bytes = math.prod(shape) * dtype.itemsize  # Python integers do not overflow
     array = np.frombuffer(_take(read, start, num_bytes), np.uint8).view(dtype).reshape(shape)
     return array[()] if scalar else array
 
 
 def _take(read: Read, start: int, count: int) -> memoryview:
-    """Return ``count`` bytes of memory from ``start``, all of which must be there."""
+    """Return ``count`` bytes of memory from ``start``, checking that they exist."""
     if type(start) is not int or type(count) is not int or start < 0 or count < 0:
         raise ValueError(f"{count} bytes at {start} can't be read")
     memory = memoryview(read(start, count))
@@ -232,14 +227,14 @@ def _take(read: Read, start: int, count: int) -> memoryview:
 
 
 def aligned(count: int) -> int:
-    """Return the next multiple of the alignment of arrays."""
+    """Return the next multiple of the array alignment."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def placed(blobs: Iterable[NDArray[np.uint8]]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yield blobs with their starts in the body."""
+    """Yield blobs with their offsets in the body."""
     blobs = list(blobs)
-    # ``accumulate`` yields one start more than there are blobs.
+    # ``accumulate`` yields one offset more than there are blobs.
     return zip(accumulate((aligned(blob.nbytes) for blob in blobs), initial=0), blobs, strict=False)
 
 

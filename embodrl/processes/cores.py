@@ -1,4 +1,4 @@
-"""The cores of this process while it works, and of the children that it starts meanwhile."""
+"""CPU binding of this process, and of the children that it starts meanwhile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _UNBOUND: list[set[int]] = []
 
 @contextmanager
 def bound_to(cpus: Collection[int]) -> Iterator[None]:
-    """Bind this thread, and threads that it starts, to cores for the time of the block; children start unbound.
+    """Bind this thread, and threads that it starts, to cores within the block; child processes start unbound.
 
-    Memory follows by itself: Linux takes it from the NUMA node of the core that first writes it.
+    Memory follows by itself: Linux allocates it on the NUMA node of the core that first writes to it.
 
     Args:
-        cpus: logical CPUs near the GPU; those that this process may not use are left out, and with none left, or
-            without a way to bind, nothing is bound.
+        cpus: logical CPUs near the GPU; unavailable ones are skipped, and nothing is bound if none is left or binding
+            is unsupported.
     """
     # Only Linux lets a process choose its cores.
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
@@ -35,7 +35,7 @@ def bound_to(cpus: Collection[int]) -> Iterator[None]:
 
 
 def unbind(pid: int) -> None:
-    """Let a child that has just started use the cores that this process was started with."""
+    """Let a newly started child use the cores that this process was started with."""
     # The outermost entry: the cores of the process before any nested binding.
     if _UNBOUND:
         os.sched_setaffinity(pid, _UNBOUND[0])

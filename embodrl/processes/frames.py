@@ -1,8 +1,8 @@
-"""Frames over a local socket: small ones inline, large ones in a memory file whose descriptor is handed over.
+"""Frames over a local socket: small ones inline, large ones in a memory file whose descriptor is passed along.
 
-The receiver maps the memory file, so an array is copied once, by its sender. A memory file has no name: a process that
-is killed leaves nothing behind. The socket keeps frames whole (SOCK_SEQPACKET), so that none is ever half sent when a
-deadline passes.
+The receiver maps the memory file, so an array is copied once, by its sender. The memory file has no name, so a killed
+process leaves nothing behind. The socket keeps message boundaries (SOCK_SEQPACKET), so no frame is ever half sent when
+a deadline passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from embodrl.processes.codec import PLAIN, Codec, aligned, placed
 _HEADER = struct.Struct("<BQQQQ")
 _INLINE_BYTES = 1024
 _FD_BYTES = array.array("i").itemsize
-# Computed once: operators of the flags' enumeration cost as much as the system call.
+# Computed once: operators of the flag enumeration cost as much as the system call.
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _CUT_SHORT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -39,11 +39,11 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_FD_BYTES)
 _MAX_DESCRIPTION_BYTES = 256 << 20
 _BLOCK_BYTES = 512  # the unit of st_blocks, on every file system
 FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals of memory that two processes map: neither can end the other by a bus error."""
+"""Seals of memory that two processes map, so that neither can crash the other with a bus error."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame asks for or answers."""
+    """Request or answer type of a frame."""
 
     START = 1
     CALL = 2
@@ -63,7 +63,7 @@ _KINDS = frozenset(map(int, Kind))
 
 
 class PeerGoneError(Exception):
-    """The process at the other end has gone."""
+    """The process at the other end has exited."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Frame:
     """One message.
 
     Attributes:
-        kind: what it asks for or answers.
-        number: number of the call that it belongs to; of the result slot in the shared memory of a simulator.
+        kind: request or answer type.
+        number: number of its call, or of the result slot in a simulator's shared memory.
         argument: a count: actions in the chunk (STEP), environments (RESET).
         value: content.
     """
@@ -84,17 +84,12 @@ class Frame:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets that keep messages whole."""
+    """Return two connected sockets that keep message boundaries."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]:
-    """Return which file descriptors are ready; none once ``time.monotonic()`` has passed the deadline.
-
-    Args:
-        descriptors: descriptors of files or sockets, with the poll events wanted.
-        deadline: None waits forever.
-    """
+    """Return the ready file descriptors; none once ``time.monotonic()`` has passed the deadline, if any."""
     poller = select.poll()
     for descriptor, events in descriptors.items():
         poller.register(descriptor, events)
@@ -103,13 +98,7 @@ def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]
 
 
 class Sender:
-    """Sends frames; several threads may use it.
-
-    Args:
-        sock: one of ``socket_pair``.
-        codec: codec of the values.
-        peer_pidfd: pidfd of the process at the other end, if it is known.
-    """
+    """Sends frames; thread-safe."""
 
     def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
         self.sock = sock
@@ -120,8 +109,8 @@ class Sender:
         """Send a frame.
 
         Raises:
-            MessageError: the value can't be sent, or there is no memory for it.
-            PeerGoneError: the other end has gone.
+            MessageError: the value can't be sent, or memory for it is lacking.
+            PeerGoneError: the peer has exited.
             TimeoutError: ``time.monotonic()`` passed the deadline first.
         """
         description, blobs = (b"", []) if frame.value is None else self._codec.pack(frame.value)
@@ -147,13 +136,13 @@ class Sender:
                 except (BrokenPipeError, ConnectionResetError) as error:
                     raise PeerGoneError from error
         finally:
-            # The descriptor in the message is a duplicate, so this one is closed after success, too.
+            # The message holds a duplicate of the descriptor, so this one is closed after success, too.
             if memory >= 0:
                 os.close(memory)
 
     def _wait_writable(self, deadline: float | None) -> None:
         wanted = {self.sock.fileno(): select.POLLOUT}
-        # A process forked by the peer may hold the socket open, so that writing alone would not show the peer's death.
+        # A process forked by the peer may hold the socket open, so that writing alone would not reveal its death.
         if self._peer is not None:
             wanted[self._peer] = select.POLLIN
         ready = wait_for(wanted, deadline)
@@ -164,11 +153,11 @@ class Sender:
 
 
 def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
-    """Return the next frame, None if there is none yet.
+    """Return the next frame, or None if there is none yet.
 
     Raises:
-        PeerGoneError: the other end has gone.
-        MessageError: it can't be read.
+        PeerGoneError: the peer has exited.
+        MessageError: the frame is unreadable.
     """
     try:
         data, ancillary, flags, _ = sock.recvmsg(_HEADER.size + _INLINE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
@@ -178,7 +167,7 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         raise PeerGoneError from error
     descriptors = array.array("i")
     for _, _, content in ancillary:
-        # A message that was cut short may end within a descriptor.
+        # A truncated message may end within a descriptor.
         descriptors.frombytes(content[: len(content) // _FD_BYTES * _FD_BYTES])
     try:
         if not data and _hung_up(sock):
@@ -187,21 +176,17 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
             _check_descriptors(sock)
             raise MessageError(
                 f"a frame arrived in part: {len(data)} bytes, {len(descriptors)} memory files",
-                "it is the sender's fault",
+                "this is the sender's fault",
             )
         return parse_frame(data, descriptors, codec)
     finally:
-        # The mapping keeps the memory; descriptors that stay open would add up to the limit of open files.
+        # The mapping keeps the memory; open descriptors would add up to the limit of open files.
         for descriptor in descriptors:
             os.close(descriptor)
 
 
 def _check_descriptors(sock: socket.socket) -> None:
-    """Check that this process can take a descriptor: otherwise it is not the sender's fault that one did not arrive.
-
-    Raises:
-        EmbodrlError: it has none left.
-    """
+    """Raise an EmbodrlError if all descriptors are in use, so that a missing one is not the sender's fault."""
     try:
         os.close(os.dup(sock.fileno()))
     except OSError as error:
@@ -218,16 +203,16 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -> Frame:
-    """Return the frame in a message and its memory file, if it has one. Everything in it is checked: the sender may
-    be a simulator whose native code writes where it likes.
+    """Return the frame in a message and its memory file, if any, validating everything: the sender may be a simulator
+    whose native code corrupts memory.
 
     Args:
         data: the message.
-        descriptors: descriptors of the memory file that came with it; the caller closes them.
+        descriptors: descriptors of its memory file; the caller closes them.
         codec: codec of the value.
 
     Raises:
-        MessageError: it is not a valid frame.
+        MessageError: the frame is invalid.
     """
     if len(data) < _HEADER.size:
         raise _invalid(f"it has {len(data)} bytes, its header alone {_HEADER.size}")
@@ -253,8 +238,8 @@ def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -
 def _map(memory: int, length: int, num_bytes: int) -> memoryview:
     """Map a memory file with a description of ``length`` bytes.
 
-    It is sealed against shrinking and its pages exist, as reading a page that is gone, or that no memory is left for,
-    is a bus error, which would end this process.
+    It is sealed against shrinking and its pages exist, since reading a missing page, or one without free memory, causes
+    a bus error, which would end this process.
     """
     try:
         seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
@@ -278,29 +263,29 @@ def _invalid(problem: str) -> MessageError:
 
 
 class Connection(Sender):
-    """One end of a connected pair, with deadlines and prompt notice of the peer's death.
+    """One end of a connected pair, with deadlines and prompt detection of the peer's death.
 
     Args:
-        sock: one of ``socket_pair``.
+        sock: socket from ``socket_pair``.
         codec: codec of the values.
-        peer_pidfd: the peer's pidfd. A process forked by the peer may hold the peer's socket open, so that end-of-file
-            alone would not report its death.
+        peer_pidfd: the peer's pidfd: a process forked by the peer may hold the peer's socket open, so end-of-file alone
+            would not report its death.
     """
 
     def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
         super().__init__(sock, codec, peer_pidfd)
-        self._readable = select.poll()  # made once: it is waited on for every step of a simulator
+        self._readable = select.poll()  # created once, since every simulator step waits on it
         self._readable.register(sock, select.POLLIN)
         if peer_pidfd is not None:
             self._readable.register(peer_pidfd, select.POLLIN)
 
     def receive(self, deadline: float | None = None) -> Frame:
-        """Return the next frame. What the peer sent before its death still arrives.
+        """Return the next frame. Frames sent before the peer's death still arrive.
 
         Raises:
-            PeerGoneError: the peer has gone.
+            PeerGoneError: the peer has exited.
             TimeoutError: ``time.monotonic()`` passed the deadline first.
-            MessageError: the frame can't be read.
+            MessageError: the frame is unreadable.
         """
         while True:
             remaining_ms = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
@@ -320,12 +305,12 @@ class Connection(Sender):
 
 
 def _memory_file(description: bytes, blobs: list[NDArray[np.uint8]]) -> tuple[int, int]:
-    """Return a memory file with the description and the blobs, each at its start in the body, and its size."""
+    """Return a memory file with the description and the blobs at their offsets in the body, and its size."""
     body = aligned(len(description))
     total = body + sum(aligned(blob.nbytes) for blob in blobs)
     memory = os.memfd_create("embodrl-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Not through a mapping: faulting in new pages takes longer than the copy, and a full memory is a bus error.
+        # Not through a mapping: faulting in new pages takes longer than the copy, and full memory causes a bus error.
         os.ftruncate(memory, total)
         _write(memory, memoryview(description), 0)
         for start, blob in placed(blobs):
@@ -340,7 +325,7 @@ def _memory_file(description: bytes, blobs: list[NDArray[np.uint8]]) -> tuple[in
 
 
 def _write(memory: int, rest: memoryview, offset: int) -> None:
-    """Write bytes, of which the system takes up to 2 GiB at once."""
+    """Write bytes; the system accepts at most 2 GiB per call."""
     while rest:
         written = os.pwrite(memory, rest, offset)
         rest = rest[written:]

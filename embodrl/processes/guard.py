@@ -1,13 +1,12 @@
-"""Ends what a run leaves behind: ``python guard.py FD FAMILY PID`` waits until its socket closes, and kills the family.
+"""Kills a run's leftovers: ``python guard.py FD FAMILY PID`` waits until its socket closes, then kills the family.
 
-A process that embodrl starts, and all that it starts in turn, inherits its place in the family tree through the
-environment variable ``EMBODRL_FAMILY``: neither a session of its own nor a dead parent takes that away. The guard
-belongs to the driver. It covers what the driver cannot do once it was killed: simulators that hang with the interpreter
-lock held see no end-of-file, and the processes that simulators start know nothing of it. It also ends a driver that a
-signal has asked to stop and in which native code holds the interpreter lock, so that no Python code runs.
-
-A driver that a worker or simulator of another run has started inherits the variable, and founds a family of its own
-below it: it ends with the outer run, and what it ends is its own.
+Every process that embodrl starts, and its descendants, inherits its place in the family tree through the environment
+variable ``EMBODRL_FAMILY``, which survives own sessions and dead parents. The guard belongs to the driver. It covers
+what a killed driver can't do: simulators that hang with the interpreter lock held see no end-of-file, and the processes
+that simulators start know nothing of it. It also ends a driver that was asked to stop by a signal while native code
+holds the interpreter lock, so that no Python code runs.
+A driver started by a worker or simulator of another run inherits the variable, and founds its own family below it: it
+ends with the outer run, and only ends its own family.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "EMBODRL_FAMILY"
-_ROUNDS = 5  # a process may fork while it is looked for
+_ROUNDS = 5  # a process may fork during the search
 _SECONDS = struct.Struct("<d")
 CALM = math.inf
 PAUSE = math.nan
@@ -35,7 +34,7 @@ _TERM_S = 0.5
 
 
 class _Root:
-    """The family of this process, made at the first use; a forked copy of this process makes its own."""
+    """The family of this process, created on first use; a forked copy of this process creates its own."""
 
     pid = 0
     family = ""
@@ -43,13 +42,13 @@ class _Root:
 
 
 def adopt() -> None:
-    """Belong to the family of the process that has started this one; without it, ``family`` founds one."""
+    """Join the family of this process's starter; without this call, ``family`` founds a new one."""
     _Root.pid = os.getpid()
     _Root.family = os.environ[VARIABLE]
 
 
 def family() -> str:
-    """Return the family of this process; who founds one starts its guard."""
+    """Return the family of this process; founding one starts its guard."""
     if _Root.pid != os.getpid():
         above = os.environ.get(VARIABLE, "")
         own = f"{os.getpid()}-{secrets.token_hex(4)}"
@@ -57,9 +56,9 @@ def family() -> str:
         _Root.family = f"{above}/run.{own}" if above else own
         # Our end closes with this process, however it ends.
         theirs, _Root.channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # A guard that is stopped must not block the driver.
+        # A stopped guard must not block the driver.
         _Root.channel.setblocking(False)
-        # -I and -S: the guard needs the standard library alone, and starts faster without site-packages.
+        # -I and -S: the guard needs only the standard library, and starts faster without site-packages.
         command = [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), _Root.family, str(os.getpid())]
         # The guard is in no family: the end of an outer run would kill it before it has ended its own.
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
@@ -80,23 +79,23 @@ def family() -> str:
 
 
 def watch_signals(wakeup: int, seconds: float) -> None:
-    """Let the guard end this process so long after a signal if nothing tells it a time (``keep_time``) before.
+    """Let the guard end this process a given time after a signal unless ``keep_time`` sets another time first.
 
     Args:
-        wakeup: read end of the pipe of ``signal.set_wakeup_fd``, to which the interpreter's C handler writes even
-            while native code holds the interpreter lock. The guard does not read from it.
+        wakeup: read end of the pipe of ``signal.set_wakeup_fd``, to which the interpreter's C handler writes even while
+            native code holds the interpreter lock. The guard does not read from it.
         seconds: time from the signal to the end.
     """
     family()
     descriptors = [wakeup]
-    with contextlib.suppress(OSError):  # closed: there is nowhere to say it
+    with contextlib.suppress(OSError):  # closed: there is nowhere to report it
         os.fstat(2)
         descriptors.append(2)
     _send(seconds, descriptors)
 
 
 def keep_time(seconds: float) -> None:
-    """Set when the guard is to end this process whose signals it watches; a later call replaces the time.
+    """Set when the guard ends this process, whose signals it watches; a later call replaces the time.
 
     Args:
         seconds: time from now; ``CALM``: after the next signal; ``PAUSE``: not until a later call.
@@ -111,15 +110,14 @@ def release_signals() -> None:
 
 def _send(seconds: float, descriptors: list[int] | None = None) -> None:
     if _Root.pid == os.getpid() and _Root.channel is not None:
-        with contextlib.suppress(OSError):  # the guard was killed or is stopped
+        with contextlib.suppress(OSError):  # the guard was killed or stopped
             socket.send_fds(_Root.channel, [_SECONDS.pack(seconds)], descriptors or [])
 
 
 def members(family: str) -> list[int]:
-    """Return the ids of the processes that belong to a family or to one below it, and of their descendants.
+    """Return the ids of the processes that belong to a family or a nested one, and of their descendants.
 
-    Descendants count by their parents, too: a process has no readable environment while it executes another program,
-    and it may clear it.
+    Descendants also count by their parents: a process has no readable environment during exec, and may clear it.
     """
     own = f"{VARIABLE}={family}".encode()
     found: set[int] = set()
@@ -127,11 +125,11 @@ def members(family: str) -> list[int]:
     for process in Path("/proc").glob("[1-9]*"):
         pid = int(process.name)
         try:
-            # The name of the program, which comes before in parentheses, may hold any byte.
+            # The program name, in parentheses before this, may contain any byte.
             parent = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(pid)
             environ = (process / "environ").read_bytes()
-        except OSError:  # ended, or of another user
+        except OSError:  # ended, or another user's
             continue
         if any(variable == own or variable.startswith(own + b"/") for variable in environ.split(b"\0")):
             found.add(pid)
@@ -145,7 +143,7 @@ def members(family: str) -> list[int]:
 
 
 def end_family(family: str) -> None:
-    """Kill all members of a family that there are."""
+    """Kill all members of a family."""
     for _ in range(_ROUNDS):
         pids = members(family)
         for pid in pids:
@@ -158,20 +156,16 @@ def end_family(family: str) -> None:
 
 
 class _Watch:
-    """Waits for the end of the driver, or for a signal that it does not react to.
-
-    Args:
-        channel: channel to the driver.
-    """
+    """Waits for the end of the driver, or for a signal that the driver does not react to."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._descriptors: list[int] = []  # the pipe of signals, and the driver's stderr if it has one
+        self._descriptors: list[int] = []  # the pipe of signals, and the driver's stderr, if any
         self._limit_s = self._deadline = math.inf
         self._listens = False
 
     def wait(self) -> int:
-        """Return 0 once the driver has ended, or the number of the signal that it has not reacted to in time."""
+        """Return 0 once the driver has ended, or the number of a signal that it did not react to in time."""
         while True:
             pipe = self._descriptors[:1] if self._listens and self._deadline == math.inf else []
             left_s = None if self._deadline == math.inf else max(0.0, self._deadline - time.monotonic())
@@ -186,11 +180,11 @@ class _Watch:
 
     def say(self, text: str) -> None:
         for descriptor in self._descriptors[1:]:
-            with contextlib.suppress(OSError):  # the terminal is gone
+            with contextlib.suppress(OSError):  # the terminal is closed
                 os.write(descriptor, text.encode())
 
     def _take_message(self) -> bool:
-        """Take a message; return False at the end of the driver."""
+        """Handle a message; return False at the end of the driver."""
         message, descriptors, _, _ = socket.recv_fds(self._channel, _SECONDS.size, 2)
         if not message:
             return False
@@ -200,7 +194,7 @@ class _Watch:
                 os.close(descriptor)
             self._descriptors = descriptors
             self._limit_s = seconds
-        # Without a pipe nothing is watched, and this process is not the guard's to end.
+        # Without a pipe nothing is watched, and the guard must not end this process.
         counts = bool(self._descriptors) and not descriptors and 0 <= seconds < math.inf
         self._deadline = time.monotonic() + seconds if counts else math.inf
         self._listens = bool(self._descriptors) and seconds >= 0
@@ -208,7 +202,7 @@ class _Watch:
 
 
 def main() -> None:
-    """Guard the driver, as no child of it: it is nothing that the driver has to care for."""
+    """Guard the driver, detached from it, so that the driver need not reap it."""
     if os.fork():
         os._exit(0)
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
@@ -217,13 +211,13 @@ def main() -> None:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     watch = _Watch(socket.socket(fileno=int(sys.argv[1])))
     driver = -1
-    # A pidfd, because the number of a process that has ended may be given to another one.
-    with contextlib.suppress(OSError):  # it has ended
+    # A pidfd, because the id of an ended process may be reused.
+    with contextlib.suppress(OSError):  # already ended
         driver = os.pidfd_open(int(sys.argv[3]))
     number = watch.wait()
     if number and driver >= 0:
         watch.say(_UNSAVED)
-        for last in (number, signal.SIGKILL):  # the first one kills where its handler was for one signal only
+        for last in (number, signal.SIGKILL):  # the first one kills if its handler was for one signal only
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(driver, last)
             if select.select([driver], [], [], _TERM_S)[0]:

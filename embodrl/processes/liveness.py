@@ -1,11 +1,11 @@
-"""Heartbeats of child processes, and the verdict that one hangs.
+"""Heartbeats and hang detection of child processes.
 
-A thread of the child counts up in a memory file; whatever stops all threads (SIGSTOP, native code that never releases
-the interpreter lock, a frozen machine) stops the count. A silent process is only called hung if the kernel confirms it:
-it is stopped, or uses neither processor nor disk. One that computes while it holds the lock gets ``stall_s``, as does
-one that lives but makes no progress in a call (e.g. a collective whose peer never comes).
-
-The parent reads the memory file with ``pread`` instead of mapping it: a child that shrinks it can't cause a bus error.
+A thread of the child increments a counter in a memory file; whatever stops all threads (SIGSTOP, native code that never
+releases the interpreter lock, a frozen machine) stops the counter. A silent process is only considered hung if the
+kernel confirms it: it is stopped, or uses neither processor nor disk. A process that computes while it holds the lock
+gets ``stall_s``, and so does a live one without progress in a call (e.g. a collective whose peer never comes).
+The parent reads the memory file with ``pread`` instead of mapping it, so a child that shrinks it can't cause a bus
+error.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import ClassVar
 
 _BEAT_S = 0.5
-_BEAT = struct.Struct("<QQ")  # beats, and pieces of work that were completed
-_MAX_STEP_S = 2.0  # what a look may add at most: this process may have been stopped itself
+_BEAT = struct.Struct("<QQ")  # beats, and completed pieces of work
+_MAX_STEP_S = 2.0  # maximum time that a look may add, since this process may have been stopped itself
 _MIN_CPU = 0.03  # of one core; threads that wait for the interpreter lock use about 0.01
 _MIN_IO_BYTES_PER_S = 65536
 _HURRIED_S = 3.0
@@ -30,16 +30,16 @@ _STOPPED = "Tt"
 _WAITS_FOR_DISK_OR_CORE = "DR"
 
 stop_requested = threading.Event()
-"""Set once this process is to end soon: from then on, a silence of ``_HURRIED_S`` counts as hung."""
+"""Set once this process is about to end: a silence of ``_HURRIED_S`` then counts as hung."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a child counts as hung, in seconds.
+    """Time limits after which a child counts as hung, in seconds.
 
     Attributes:
-        heartbeat_s: time without a heartbeat, while it is stopped or uses neither processor nor disk.
-        stall_s: time in a call without using processor or disk, its children included; or without a heartbeat at all.
+        heartbeat_s: time without a heartbeat, while the child is stopped or uses neither processor nor disk.
+        stall_s: time in a call without processor or disk use, children included; or without a heartbeat at all.
     """
 
     heartbeat_s: float = 20.0
@@ -52,17 +52,17 @@ class _Work:
 
 
 def report_work() -> None:
-    """Count a piece of work, such as a micro-batch, as completed."""
+    """Count a completed piece of work, such as a micro-batch."""
     _Work.completed += 1
 
 
 def completed_work() -> int:
-    """Return how many pieces of work this process and the children that it watches have completed."""
+    """Return the number of pieces of work completed by this process and the children that it watches."""
     return _Work.completed + sum(child.completed for child in list(_Work.watched))
 
 
 def start_beating(memory_fd: int) -> None:
-    """Let a thread of this process beat until its end."""
+    """Start a thread that sends heartbeats until the process ends."""
 
     def beat() -> None:
         for count in range(1, 1 << 62):
@@ -74,7 +74,7 @@ def start_beating(memory_fd: int) -> None:
 
 @dataclass(frozen=True)
 class _Use:
-    """Of processor and disk, by a process so far."""
+    """Cumulative processor and disk use of a process."""
 
     state: str
     cpu_s: float
@@ -102,13 +102,13 @@ class _Use:
 def _io_bytes(pid: int) -> int:
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:  # of another user, or hidden
+    except OSError:  # another user's, or hidden
         return 0
     return sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of all processes that a process has started, theirs included."""
+    """Return the ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[1-9]*"):
         try:
@@ -129,11 +129,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class Activity:
-    """Whether a process, or one that it has started, uses processor or disk.
-
-    Args:
-        pid: id of the process.
-    """
+    """Processor and disk activity of a process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -141,7 +137,7 @@ class Activity:
         self._looked = time.monotonic()
 
     def progressed(self) -> bool:
-        """Return whether one did since the last call, or has begun."""
+        """Return whether there was activity since the last call, or a process started."""
         before = self._uses
         (looked, self._looked) = (self._looked, time.monotonic())
         pids = (self._pid, *descendants(self._pid))
@@ -151,15 +147,15 @@ class Activity:
 
 
 class Liveness:
-    """What a parent knows of a child's life.
+    """A parent's view of a child's life signs.
 
     Args:
         pid: id of the child.
-        memory_fd: memory file of its heartbeat; stays the caller's.
-        limits: times after which it counts as hung.
+        memory_fd: memory file of its heartbeat; not closed here.
+        limits: time limits after which the child counts as hung.
 
     Attributes:
-        completed: pieces of work, as of the last look.
+        completed: pieces of work as of the last look.
     """
 
     def __init__(self, pid: int, memory_fd: int, limits: Limits) -> None:
@@ -175,11 +171,7 @@ class Liveness:
         _Work.watched.add(self)
 
     def look(self, busy: bool) -> str:
-        """Return why the child counts as hung; "" while it does not. To be called about once per second.
-
-        Args:
-            busy: it owes an answer.
-        """
+        """Return why the child, ``busy`` if it owes an answer, counts as hung, or "". Call about once a second."""
         now = time.monotonic()
         elapsed = min(now - self._looked, _MAX_STEP_S)
         self._looked = now
@@ -187,7 +179,7 @@ class Liveness:
         before = self._use
         self._use = use = _Use.of(self.pid)
         if use is None or before is None or elapsed <= 0:
-            return ""  # it has ended, which its pidfd reports
+            return ""  # already ended, which its pidfd reports
         self._silent_s = 0.0 if beat != self._beat else self._silent_s + elapsed
         if len(beat) == _BEAT.size:
             self.completed = _BEAT.unpack(beat)[1]
@@ -195,7 +187,7 @@ class Liveness:
         progressed = use.progressed_since(before, elapsed)
         self._idle_s = 0.0 if progressed else self._idle_s + elapsed
         stalled_before = self._stalled_s
-        # A process without a call in progress may be idle for any time.
+        # A process without a call in progress may idle for any time.
         self._stalled_s = 0.0 if progressed or not busy else self._stalled_s + elapsed
         # Children are looked up only when a verdict is near: each look walks through /proc.
         if stalled_before < self.limits.stall_s / 2 <= self._stalled_s:
@@ -211,7 +203,7 @@ class Liveness:
         silent = f"no heartbeat for {self._silent_s:.0f} s"
         if self._silent_s >= limit and use.state in _STOPPED:
             return f"is stopped by a signal (state {use.state}): {silent}"
-        # The first window of idleness may have begun a little after the last beat.
+        # The first idle window may have started a little after the last beat.
         if self._silent_s >= limit and self._idle_s >= limit - _MAX_STEP_S and use.state not in _WAITS_FOR_DISK_OR_CORE:
             return (
                 f"hangs (state {use.state}, waits in {self._wait_channel()}): {silent}, and it uses no processor time"

@@ -1,4 +1,4 @@
-"""Memory of this process and of all that it has started: before it runs out, a warning names the growing one."""
+"""Memory of this process and its descendants: a warning names the growing process before memory runs out."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from embodrl.processes.liveness import descendants
 logger = logging.getLogger("embodrl.processes")
 
 _LOOK_S = 5.0
-_LEAST_FREE = 0.1  # of the memory
+_LEAST_FREE = 0.1  # fraction of the memory
 _REPEAT_S = 300.0
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def resident_bytes(pid: int | None) -> int:
-    """Return how many bytes of memory a process holds; 0 if there is none, or it has gone."""
+    """Return the resident memory of a process in bytes; 0 if it does not exist."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):
@@ -31,14 +31,14 @@ def resident_bytes(pid: int | None) -> int:
 
 @dataclass(frozen=True)
 class Available:
-    """Memory in bytes: what can still be used, and all of it; of the control group if that is less."""
+    """Free and total memory in bytes, of the control group if that is less."""
 
     free: int
     total: int
 
 
 def available() -> Available | None:
-    """Return the memory that this process may use; None where the system does not say."""
+    """Return the memory that this process may use; None if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
@@ -49,7 +49,7 @@ def available() -> Available | None:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
         cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # Page cache counts as used, and the kernel gives this part of it back first.
+        # Page cache counts as used, but the kernel reclaims this part of it first.
         free = limit - used + int(cached["inactive_file"])
         return Available(free, limit) if free < found.free else found
     except (OSError, ValueError, KeyError):  # no control group, or one without a limit
@@ -57,7 +57,7 @@ def available() -> Available | None:
 
 
 def process_name(pid: int) -> str:
-    """Return what embodrl calls a process: its place in the family (``guard``), or the name of its program."""
+    """Return embodrl's name of a process, its place in the family (``guard``), or the name of its program."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         own = next((item for item in variables if item.startswith(f"{VARIABLE}=".encode())), b"")
@@ -69,12 +69,7 @@ def process_name(pid: int) -> str:
 
 
 class MemoryWatch:
-    """Warns while little memory is free, and names the process that has grown most; a context manager.
-
-    Args:
-        measure: the memory that is left.
-        look_s: seconds between two looks.
-    """
+    """Context manager that warns while little memory is free, and names the process that has grown most."""
 
     def __init__(self, measure: Callable[[], Available | None] = available, look_s: float = _LOOK_S) -> None:
         self._measure = measure
@@ -101,7 +96,7 @@ class MemoryWatch:
                 quiet_s = _REPEAT_S
 
     def look(self) -> str:
-        """Return a warning if little memory is left; "" otherwise."""
+        """Return a warning if little memory is left, or ""."""
         now = {pid: resident_bytes(pid) for pid in (os.getpid(), *descendants(os.getpid()))}
         self._first = {pid: self._first.get(pid) or held for pid, held in now.items()}
         memory = self._measure()
@@ -110,7 +105,7 @@ class MemoryWatch:
         grown = max(now, key=lambda pid: now[pid] - self._first[pid])
         name = "the driver" if grown == os.getpid() else process_name(grown)
         return (
-            f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are left; most has been taken by"
+            f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB of memory are left; largest growth:"
             f" {name} (process {grown}): {self._first[grown] / 2**30:.2f} GiB at first,"
             f" {now[grown] / 2**30:.2f} GiB now"
         )

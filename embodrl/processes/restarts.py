@@ -1,4 +1,4 @@
-"""How often processes may be restarted. The count is per window: the rare faults of a long run must not add up."""
+"""Restart limits per time window, so that the rare faults of a long run do not add up."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ WINDOW_S = 3600.0
 
 
 class RestartBudget:
-    """Allows restarts; several threads may share it.
-
-    Args:
-        limit: restarts within the window.
-        window_s: seconds.
-    """
+    """Allows ``limit`` restarts per window of ``window_s`` seconds; thread-safe."""
 
     def __init__(self, limit: int, window_s: float = WINDOW_S) -> None:
         self.limit = limit
@@ -24,7 +19,7 @@ class RestartBudget:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Count a restart; False if the window has seen ``limit`` of them already."""
+        """Count a restart; return False if the window already has ``limit`` of them."""
         now = time.monotonic()
         with self._lock:
             while self._times and now - self._times[0] > self.window_s:
@@ -36,7 +31,7 @@ class RestartBudget:
 
     @property
     def used(self) -> str:
-        """How much of it is used, as ``2 of 3``."""
+        """Used part of the budget, as ``2 of 3``."""
         return f"{len(self._times)} of {self.limit}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a child process does about its parent: begin, follow the parent's death, bind to cores, report errors."""
+"""Child side of the parent connection: start, following the parent's death, core binding, error reports."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
     Signals that ask a run to stop are left to the parent; SIGUSR1 writes the stack of every thread to the log.
 
     Raises:
-        PeerGoneError: the parent has gone.
+        PeerGoneError: the parent has exited.
     """
     adopt()
-    # Ctrl-C reaches all processes of a terminal; the parent decides what it means.
+    # Ctrl-C reaches all processes of a terminal, but the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_signals_to_parent()
     faulthandler.enable()
@@ -69,11 +69,11 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
 
 
 def leave_signals_to_parent() -> None:
-    """Live on when a signal that asks a run to stop reaches each of its processes.
+    """Survive signals that ask a run to stop, when they reach each of its processes.
 
-    systemd (``KillMode=control-group``) and schedulers signal all of them; the parent needs this one to save, and ends
-    it. A handler that does nothing takes the place of SIG_IGN, which programs that this process starts would inherit:
-    they, and its forked children, end by these signals as usual.
+    systemd (``KillMode=control-group``) and schedulers signal all of them, but the parent needs this one to save, and
+    ends it. An empty handler replaces SIG_IGN, which programs started by this process would inherit: they, and its
+    forked children, end on these signals as usual.
     """
 
     def mask(how: int) -> None:
@@ -87,8 +87,8 @@ def leave_signals_to_parent() -> None:
 
     for number in _STOPS_RUNS:
         signal.signal(number, _ignore_signal)
-        signal.siginterrupt(number, False)  # native code may not expect EINTR
-    # Blocked meanwhile: a signal to a child that has this handler still would be lost.
+        signal.siginterrupt(number, False)  # native code may not handle EINTR
+    # Blocked meanwhile: a signal to a child that still has this handler would be lost.
     os.register_at_fork(
         before=lambda: mask(signal.SIG_BLOCK),
         after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
@@ -103,15 +103,15 @@ def _ignore_signal(_number: int, _frame: FrameType | None) -> None:
 def _die_with_parent(sock: socket.socket, started_by_main_thread: bool) -> None:
     """Make sure that this process does not outlive its parent, not even one killed by SIGKILL.
 
-    The kernel's parent-death signal works even where this process hangs in native code, but is tied to the *thread*
-    that started it, so it is used only if that was the main thread. The watcher sees the socket's end-of-file.
+    The kernel's parent-death signal works even if this process hangs in native code, but is tied to the *thread* that
+    started it, so it is used only if that was the main thread. The watcher sees the socket's end-of-file.
     """
     if started_by_main_thread:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     watch = select.poll()
     watch.register(sock, 0)
     if watch.poll(0):
-        os._exit(0)  # the parent went before the signal was armed
+        os._exit(0)  # the parent exited before the signal was armed
 
     def wait_for_hangup() -> None:
         watch.poll()
@@ -121,12 +121,7 @@ def _die_with_parent(sock: socket.socket, started_by_main_thread: bool) -> None:
 
 
 def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None:
-    """Bind this process to cores, and let it prefer the memory of a NUMA node.
-
-    Args:
-        cpus: logical CPUs; empty for no binding.
-        numa_node: None for no preference.
-        hint: hint of the error.
+    """Bind this process to logical CPUs, if any, and prefer the memory of a NUMA node, if given.
 
     Raises:
         EmbodrlError: this process may not use those cores.
@@ -149,17 +144,17 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
     mask = (ctypes.c_ulong * 16)()
     mask[numa_node // 64] = 1 << (numa_node % 64)
     libc = ctypes.CDLL(None, use_errno=True)
-    # Preferred and not bound: a full node then takes memory from another one instead of ending the process.
+    # Preferred, not bound: a full node then takes memory from another one instead of ending the process.
     if number is None or libc.syscall(number, _MPOL_PREFERRED, mask, 16 * 64) != 0:
         logger.warning("memory stays unbound to NUMA node %d (errno %d)", numa_node, ctypes.get_errno())
 
 
 def describe_error(error: BaseException, method: str = "") -> ErrorReport:
-    """Return the value of a RAISED frame: all that the parent needs to raise the error there.
+    """Return the value of a RAISED frame, with all that the parent needs to raise the error itself.
 
     Args:
-        error: what was raised; of an EmbodrlError message, hint and code survive, of another one its text.
-        method: what was called.
+        error: raised error; an EmbodrlError keeps message, hint and code, others only their text.
+        method: called method.
     """
     ours = error if isinstance(error, EmbodrlError) else None
     return {

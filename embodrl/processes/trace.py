@@ -1,6 +1,6 @@
-"""Spans of time of all processes of a run, for a timeline; nothing is recorded unless a directory is named.
+"""Time spans of all processes of a run, for a timeline; nothing is recorded unless a directory is named.
 
-Each process appends events of the Chrome trace format to a file of its own, one JSON object per line.
+Each process appends Chrome trace events to its own file, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from embodrl.fields import open_descriptor
 
 VARIABLE = "EMBODRL_TRACE"
-"""Environment variable: directory of the files."""
+"""Environment variable: directory of the trace files."""
 NAME_VARIABLE = "EMBODRL_TRACE_NAME"
 
 
 def record(name: str, start_s: float, end_s: float) -> None:
-    """Record what lasted from one time of ``time.perf_counter`` to another, whose zero is the same in all processes."""
+    """Record a span between two times of ``time.perf_counter``, whose zero is the same in all processes."""
     if VARIABLE in os.environ:
         event = {"name": name, "ph": "X", "ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
         _write(event | {"pid": os.getpid(), "tid": threading.get_native_id()})
@@ -30,7 +30,7 @@ def record(name: str, start_s: float, end_s: float) -> None:
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Record the block."""
+    """Record the block as a span."""
     start_s = time.perf_counter()
     try:
         yield
@@ -44,11 +44,11 @@ def naming(name: str) -> Mapping[str, str]:
 
 
 def _write(event: Mapping[str, object]) -> None:
-    # One write per line: lines of several threads stay whole in a file that is open for appending.
+    # One write per line keeps lines of several threads whole in a file open for appending.
     os.write(_file(os.getpid()), (json.dumps(event) + "\n").encode())
 
 
-# By process id: a forked process opens a file of its own.
+# By process id, so that a forked process opens its own file.
 @lru_cache(maxsize=1)
 def _file(pid: int) -> int:
     path = Path(os.environ[VARIABLE]) / f"{pid}.jsonl"

@@ -1,4 +1,4 @@
-"""`embodrl collect`: demonstrations by scripted experts, perturbed so that they show recovery, or by a policy."""
+"""`embodrl collect`: demonstrations by scripted experts, perturbed to show recovery, or by a policy."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from embodrl.workers.policy import RecordedPolicy
 
 
 def frame_rate(config: Config, spec: EnvSpec) -> int:
-    """Return the frames per second of a dataset: one per action, at the simulator's control rate by default."""
+    """Return the frame rate of a dataset in Hz: one frame per action, at the simulator's control rate by default."""
     return config.collect.fps or round(spec.control_hz)
 
 
 @dataclass(frozen=True)
 class CollectResult:
-    """What was collected.
+    """Result of a collection.
 
     Attributes:
-        output_dir: the dataset, which ``sft.data_dir`` takes.
-        num_episodes: demonstrations that were kept.
-        num_frames: of these.
-        success_rate: of who acted, by task, over all episodes that were completed; None where none was.
-        exit_code: 0, or 128 + N stopped by signal N.
+        output_dir: dataset directory, for ``sft.data_dir``.
+        num_episodes: demonstrations kept.
+        num_frames: frames in them.
+        success_rate: success rate of the expert or policy by task, over all completed episodes; None without any.
+        exit_code: 0, or 128 + N if stopped by signal N.
     """
 
     output_dir: Path
@@ -53,18 +53,18 @@ def collect(
     policy: RecordedPolicy | None = None,
     resumable: bool = False,
 ) -> CollectResult:
-    """Gather demonstrations as ``config.collect`` says; an interrupted collection into the directory is continued.
+    """Collect demonstrations as set in ``config.collect``, continuing an interrupted collection in the directory.
 
-    SIGINT and SIGTERM end it early: the dataset is complete with the episodes so far, unless it is ``resumable``.
+    SIGINT and SIGTERM end it early: the dataset is completed with the episodes so far, unless it is ``resumable``.
 
     Args:
-        config: the run; sections ``collect`` and ``env``.
-        places: of the simulators; None binds them to the cores of this machine in turn.
-        policy: acts instead of the experts.
-        resumable: what ends early is kept for the next call to continue, in place of a smaller dataset.
+        config: configuration with the sections ``collect`` and ``env``.
+        places: cores of the simulators; None binds them to the cores of this machine in turn.
+        policy: policy that acts instead of the experts.
+        resumable: keep an interrupted collection for the next call, instead of completing a smaller dataset.
 
     Raises:
-        EmbodrlError: something is missing (before anything has started), or the experts or the simulators fail.
+        EmbodrlError: a requirement is missing (before anything has started), or the experts or simulators fail.
     """
     settings = config.collect
     env = config.env
@@ -90,13 +90,13 @@ def collect(
             lerobot.fps = frame_rate(config, pool.spec)
         collector = DemoCollector(config, pool, writer, lambda: bool(stop), policy)
         if earlier := int(collector.kept.sum()):
-            progress.message(f"continuing an interrupted collection: {earlier} episodes are there")
+            progress.message(f"continuing an interrupted collection: {earlier} episodes exist")
             progress.start_at(earlier)
-        stop.can_save("the same command continues with the episodes that were kept")
+        stop.can_save("the same command continues with the episodes kept")
         try:
             collector.run(progress)
         finally:
-            # After a second signal or an error, too, the episodes so far are complete.
+            # Complete the dataset even after a second signal or an error.
             if collector.kept.any():
                 with stop.saving():
                     if resumable and not collector.finished:

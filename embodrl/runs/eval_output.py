@@ -1,4 +1,4 @@
-"""What `embodrl eval` writes: eval.json, eval.html, and videos."""
+"""Output of `embodrl eval`: eval.json, eval.html and videos."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ JSON_FILE = "eval.json"
 HTML_FILE = "eval.html"
 GRID_FILE = "grid.mp4"
 VIDEO_DIR = "videos"
-# With more tasks than these the console shows the total only.
+# Above this number of tasks the console shows only the total.
 MAX_LINES = 20
 
 
 class EvalDirectory:
-    """The directory of an evaluation.
+    """Output directory of an evaluation.
 
     Args:
-        config: the run.
-        directory: new or empty; None is a new directory with the time in its name.
-        weights: where they come from; None is what ``config.model`` names.
+        config: configuration of the evaluation.
+        directory: new or empty directory; None creates one with the time in its name.
+        weights: source of the weights; None is the one in ``config.model``.
 
     Attributes:
-        directory: where everything goes.
-        simulator: versions and driver that a simulator process has reported.
-        video_dir: where simulators put their videos; None without.
-        axes: results of the same episodes perturbed, by axis.
+        directory: directory of all output.
+        simulator: versions and driver reported by a simulator process.
+        video_dir: directory for the simulators' videos; None without videos.
+        axes: results of the same episodes with perturbations, by axis.
 
     Raises:
-        OutputError: the directory holds something or can't be written.
-        MissingDependencyError: there are to be videos, and what writes them is not installed.
+        OutputError: the directory is not empty, or can't be written.
+        MissingDependencyError: the video writer is not installed.
     """
 
     def __init__(self, config: Config, directory: Path | None, weights: str | None = None) -> None:
@@ -99,15 +99,13 @@ class EvalDirectory:
         return path
 
     def videos_of(self, axis: str | None) -> Path | None:
-        """Return where the videos of an axis go, or those of the unperturbed episodes; None without videos."""
+        """Return the video directory of an axis, or of the unperturbed episodes; None without videos."""
         return self.video_dir if axis is None or self.video_dir is None else self.video_dir / axis
 
     def identify(self, policy: nn.Module) -> None:
-        """Record which weights are evaluated."""
         self.weights_sha256 = weights_hash(policy)
 
     def content(self, result: EvalResult) -> EvalContent:
-        """Return what eval.json has."""
         by_task: dict[str, list[EpisodeRecord]] = {}
         for record in result.records:
             by_task.setdefault(record.task, []).append(record)
@@ -142,7 +140,7 @@ class EvalDirectory:
         return {"group": axis.group, "description": axis.description, **_other(plain, perturbed)}
 
     def harness_content(self, result: EvalResult) -> dict[str, object]:
-        """Return the same for vla-evaluation-harness."""
+        """Return the result in the format of vla-evaluation-harness."""
         env = self.config.env
         content = self.content(result)
         benchmark = str(getattr(env, "suite", None) or env.env_type)
@@ -180,14 +178,14 @@ class EvalDirectory:
         }
 
     def _sampling(self) -> dict[str, object]:
-        """Return what samples and means of tokens depend on besides the weights."""
+        """Return the settings that affect sampled and mean tokens."""
         if MODELS.entry(self.config.model.model_type).kind not in ("tokens", "sequence"):
             return {}
         sampling = self.config.algorithm.sampling
         return {"sampling": f"temperature {sampling.temperature:g}, top_k {sampling.top_k}"}
 
     def write(self, result: EvalResult) -> list[str]:
-        """Write all files; return lines for the console. A page that can't be written costs a warning.
+        """Write all files and return lines for the console; failing to write the page only logs a warning.
 
         Raises:
             OutputError: eval.json can't be written.
@@ -218,7 +216,7 @@ class EvalDirectory:
         return [*lines, *written]
 
     def _write_page(self, content: EvalContent, result: EvalResult, videos: list[Path]) -> list[str]:
-        """Write the grid of videos and the page, as far as they can be; return the line that names the page."""
+        """Write the video grid and the page as far as possible; return the line that names the page."""
         again = str(content["settings"]["command"])
         grid = None
         again += " --output NEW_DIRECTORY" * again.startswith("embodrl ")
@@ -232,7 +230,7 @@ class EvalDirectory:
         return []
 
     def _grid(self, result: EvalResult, videos: list[Path]) -> Path | None:
-        """Write the grid of the videos, which are called ``episode_<number>_<outcome>.mp4``."""
+        """Write the grid of the videos, which are named ``episode_<number>_<outcome>.mp4``."""
         records = {record.number: record for record in result.records}
         filmed = [(records.get(int(path.stem.split("_")[1])), path) for path in videos]
         tiles = [
@@ -287,20 +285,20 @@ def _changed(name: str, row: OtherFigures) -> str:
 
 
 def _at_end(result: EvalResult) -> list[str]:
-    """Return a line where fewer episodes ended solved than were solved at some time."""
+    """Return a line if fewer episodes ended solved than were solved at some time."""
     differs = result.success_at_end < result.success_rate
     return [f"solved at the end {100 * result.success_at_end:.1f} %"] if differs else []
 
 
 def _at_first(result: EvalResult) -> list[str]:
-    """Return a line where episodes were solved before a policy could have done anything."""
+    """Return a line if episodes were solved before a policy could act."""
     found = result.solved_at_first_step
-    text = f"{found} of {result.episodes} episodes were solved at their first step: does the environment begin solved?"
+    text = f"{found} of {result.episodes} episodes were solved at their first step: does the environment start solved?"
     return [text] if found else []
 
 
 def weights_hash(policy: nn.Module) -> str:
-    """Return the SHA-256 over the weights of a policy: names, dtypes, shapes and bytes, ordered by name."""
+    """Return the SHA-256 over a policy's weights: names, dtypes, shapes and bytes, ordered by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(policy.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

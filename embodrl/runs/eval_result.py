@@ -1,4 +1,4 @@
-"""What `embodrl eval` measured, as Python gets it."""
+"""Evaluation results of the Python API."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
 @dataclass(frozen=True, repr=False)
 class EvaluationResult:
-    """What an evaluation measured.
+    """Result of an evaluation.
 
     Attributes:
         success_rate: fraction of the episodes in which the task was solved; NaN without an episode.
-        success_at_end: fraction that ended solved; NaN without an episode, or where the environment does not tell.
-        interval: 95 % Wilson score interval of it.
+        success_at_end: fraction of the episodes that ended solved; NaN without an episode, or if the environment does
+            not report it.
+        interval: 95 % Wilson score interval of ``success_rate``.
         per_task: success rate by task.
-        episodes: one record per episode that was completed, ordered by seed.
-        lost_episodes: number of episodes that simulator faults ended in every attempt; not counted above.
+        episodes: one record per completed episode, ordered by seed.
+        lost_episodes: episodes that simulator faults ended in every attempt; not counted above.
         output_dir: directory with eval.json, eval.html and videos; None if nothing was written.
-        axes: what was measured on the same episodes perturbed, by axis.
-        decodings: what was measured on the same episodes by other choices of the actions: ``sampled``, ``mean``.
+        axes: results of the same episodes with perturbations, by axis.
+        decodings: results of the same episodes with other decodings: ``sampled``, ``mean``.
     """
 
     success_rate: float
@@ -39,7 +40,7 @@ class EvaluationResult:
     decodings: Mapping[Decoding, EvaluationResult] = field(default_factory=dict["Decoding", "EvaluationResult"])
 
     def __repr__(self) -> str:
-        """Return one line; the records of the episodes would be hundreds."""
+        """Return one line; the episode records would take hundreds."""
         low, high = self.interval
         lost = f", {self.lost_episodes} lost" if self.lost_episodes else ""
         return (
@@ -49,13 +50,13 @@ class EvaluationResult:
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 if episodes were lost: the rate is not that of all of them then."""
+        """0, or 1 if episodes were lost, so that the success rate does not cover all of them."""
         others = (*self.axes.values(), *self.decodings.values())
         return 1 if self.lost_episodes or any(result.lost_episodes for result in others) else 0
 
     @property
     def report(self) -> Path | None:
-        """eval.html; None if nothing was written."""
+        """Path of eval.html; None if nothing was written."""
         return self.output_dir / HTML_FILE if self.output_dir is not None else None
 
     @property
@@ -67,7 +68,7 @@ class EvaluationResult:
 def evaluation_of(
     result: EvalResult, output_dir: Path | None = None, axes: Mapping[str, EvalResult] | None = None
 ) -> EvaluationResult:
-    """Return the public form of what an ``Evaluator`` measured."""
+    """Return the public form of an ``Evaluator``'s result."""
     return EvaluationResult(
         result.success_rate,
         wilson_interval(sum(result.successes), result.episodes),

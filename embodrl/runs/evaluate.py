@@ -1,4 +1,4 @@
-"""`embodrl eval`: the success rate of a policy, with what it writes."""
+"""`embodrl eval`: measure the success rate of a policy and write the results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from embodrl.workers.policy import build_policy
 
 
 def described(pool: EnvPool) -> dict[str, object]:
-    """Return what a simulator process tells of itself: versions and driver; nothing if it has just died."""
+    """Return the versions and driver that a simulator process reports; empty if it has just died."""
     with suppress(EnvWorkerDied, EnvTimeout):
         answer = pool.call_one(0, "describe")
         if isinstance(answer, dict):
@@ -43,21 +43,21 @@ def evaluate(
     weights: str | None = None,
     harness_path: Path | None = None,
 ) -> EvaluationResult:
-    """`embodrl eval`: measure a policy on fixed seeds.
+    """Evaluate a policy on fixed seeds.
 
     Args:
-        loaded: the run.
-        json_path: a second place for eval.json.
-        output_dir: new or empty; None is a new directory ``eval-<date and time>`` in ``runner.output_dir``, or in
-            outputs/ where that is auto.
-        make_policy: returns the policy; by default the one that ``config.model`` names.
-        weights: where those of ``make_policy`` come from, for the report.
-        harness_path: a file for the same as vla-evaluation-harness writes it.
+        loaded: configuration of the evaluation.
+        json_path: second path of eval.json.
+        output_dir: new or empty directory; None creates ``eval-<date and time>`` in ``runner.output_dir``, or in
+            outputs/ if that is auto.
+        make_policy: returns the policy; by default the one in ``config.model``.
+        weights: source of the weights of ``make_policy``, for the report.
+        harness_path: file for the result in the format of vla-evaluation-harness.
 
     Raises:
         OutputError: a result can't be written; raised before anything has started.
-        EmbodrlError: the device has less memory than the weights take; raised before anything has started, too.
-        MissingDependencyError: videos are to be written, and what writes them is not installed.
+        EmbodrlError: the weights exceed the device's memory; raised before anything has started, too.
+        MissingDependencyError: the video writer is not installed.
     """
     config = loaded.config.evaluated
     for path in filter(None, (json_path, harness_path)):
@@ -93,7 +93,7 @@ def _measure(
     policy: Callable[[], VLAPolicy],
     decoding: Decoding | None = None,
 ) -> EvalResult:
-    """Run all episodes, perturbed along an axis or not; by one decoding, or those of ``env.eval.decoding``."""
+    """Run all episodes, optionally perturbed along an axis, with one decoding or those in ``env.eval.decoding``."""
     config = output.config
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool:

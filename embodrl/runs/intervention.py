@@ -1,4 +1,4 @@
-"""Who intervenes from a policy that acts: a person, or a stand-in for one by the rule of HG-DAgger.
+"""Interventions on an acting policy, by a person or by a stand-in with HG-DAgger's rule.
 
 Shapes: B environments, A action dimensions.
 """
@@ -32,29 +32,28 @@ Corrected = tuple[Actions, NDArray[np.int64]]
 
 
 class Intervention(Protocol):
-    """Decides in every step who acts."""
+    """Decides at every step who acts."""
 
     def begin(self, rows: NDArray[np.int64]) -> None:
-        """Episodes have begun in ``rows``."""
+        """Handle the start of episodes in ``rows``."""
         ...
 
     def correct(self, observation: Observation, actions: Actions) -> Corrected:
-        """Return what is to be executed ``float32[B,A]``, and who chose it ``int64[B]``: see ``ReplayBuffer``."""
+        """Return the actions to execute ``float32[B,A]``, and their sources ``int64[B]``: see ``ReplayBuffer``."""
         ...
 
-    def close(self) -> None:
-        """Free what it holds."""
-        ...
+    def close(self) -> None: ...
 
 
 class Gate:
-    """Stands in for a person: the expert intervenes where the policy's action is far from its own, for a while.
+    """Stand-in for a person: the expert takes over for some steps where the policy's action differs too much from its
+    own.
 
     Args:
         settings: section ``algorithm.dagger``.
-        num_envs: B.
-        actions: what the expert would do now, ``float32[B,A]``.
-        begin: called where episodes have begun.
+        num_envs: number of environments, B.
+        actions: returns the expert's current actions, ``float32[B,A]``.
+        begin: called for rows whose episodes start.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Gate:
         actions: Callable[[Observation], Actions],
         begin: Callable[[NDArray[np.int64]], None] = lambda rows: None,
     ) -> None:
-        assert settings.gate_threshold is not None, "a rule of the configuration"
+        assert settings.gate_threshold is not None, "checked by a configuration rule"
         self._threshold = settings.gate_threshold
         self._steps = settings.gate_steps
         self._actions = actions
@@ -103,17 +102,13 @@ class Gate:
 
 
 class Person:
-    """Acts as long as a device is used.
-
-    Args:
-        device: of the person.
-    """
+    """A person, who acts as long as a device is used."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def begin(self, rows: NDArray[np.int64]) -> None:
-        """Nothing to do: a person sees that an episode begins."""
+        """Do nothing: a person sees the start of an episode."""
 
     def correct(self, observation: Observation, actions: Actions) -> Corrected:
         wanted = wanted_action(self._device, actions.shape[-1])
@@ -126,15 +121,10 @@ class Person:
 
 
 def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Intervention | None:
-    """Return who may intervene; None for none.
-
-    Args:
-        name: a device, ``expert``, or the directory of a policy.
-        config: the run.
-        pool: started.
+    """Return the intervention by a device, ``expert``, or the policy in a directory; None for None.
 
     Raises:
-        UsageError: there is no such policy, or it is of another robot.
+        UsageError: the policy does not exist, or is for another robot.
         MissingDependencyError: the package of a device is not installed.
     """
     spec = pool.spec
@@ -144,7 +134,7 @@ def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Interv
         return Person(open_device(name, spec.action_dim, config.env.real_time.control_dir))
     if name == SCRIPTED:
         return Gate(config.algorithm.dagger, spec.num_envs, lambda _: pool.expert_actions(), pool.expert_reset)
-    engine = _policy_engine(config, Path(name))  # of whose chunks only the first action counts
+    engine = _policy_engine(config, Path(name))  # only the first action of its chunks is used
     return Gate(config.algorithm.dagger, spec.num_envs, lambda seen: engine.decide(seen, "greedy").actions[:, 0])
 
 
@@ -156,7 +146,7 @@ def _policy_engine(config: Config, path: Path) -> RolloutEngine:
         if getattr(theirs.model, key) != getattr(config.model, key):
             raise UsageError(
                 f"the policy {path} has model.{key}={getattr(theirs.model, key)}, the run {getattr(config.model, key)}",
-                "name a policy of the same robot",
+                "name a policy for the same robot",
                 code="intervention-other-robot",
             )
     return acting_policy(loaded, str(path), source.make_policy).engine

@@ -1,4 +1,4 @@
-"""How many simulator processes are fastest here: a short measurement of each number that suits the settings."""
+"""Find the fastest number of simulator processes on this machine by short measurements."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import check_simulator, make_pool
 
 PROBE_S = 2.0
-# So much slower than the fastest is as good, with fewer processes and less memory.
+# Rates within this factor of the fastest count as equal, so that fewer processes and less memory win.
 TOLERANCE = 0.03
 
 
 def measure_processes(config: Config, choice: ProcessChoice, tell: Callable[[str], None]) -> int:
-    """Measure the candidates, keep the result, and return the fastest; of equals the one with fewer processes.
-
-    Args:
-        config: the run, whose training environments are started with each number.
-        choice: the candidates, and where the result is kept.
-        tell: called with a line for each.
+    """Measure the candidates, store the result, and return the fastest number, preferring fewer processes on ties.
 
     Raises:
         EmbodrlError: the simulator can't run.
-        OutputError: the result can't be kept.
+        OutputError: the result can't be stored.
     """
     check_simulator(config)
     tell(f"measuring env.num_processes: {', '.join(map(str, choice.candidates))}")
@@ -49,9 +44,9 @@ def fastest(rates: dict[int, float]) -> int:
 
 
 def steps_per_second(config: Config, num_processes: int) -> float:
-    """Return the rate of all training environments together, with actions of zero, after one chunk to warm up.
+    """Return the total rate of all training environments in steps/s, with zero actions, after one warm-up chunk.
 
-    Always with auto-reset: without it nearly all chunks would be those of episodes that have ended long ago.
+    Always with auto-reset: without it most chunks would belong to episodes that ended long ago.
     """
     env = config.env.model_copy(update={"num_processes": num_processes})
     total = env.train.total_num_envs

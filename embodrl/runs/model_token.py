@@ -1,6 +1,6 @@
-"""`embodrl model token`: RLT's first stage, an RL token of a frozen policy.
+"""`embodrl model token`: RLT's first stage, training an RL token on a frozen policy.
 
-Shapes: N frames, P prefix tokens, G width of the policy, Z size of the token.
+Shapes: N frames, P prefix tokens, G policy width, Z token size.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class TokenTraining:
-    """How an RL token is trained.
+    """Training settings of an RL token.
 
     Attributes:
-        size: Z.
-        layers: of encoder and decoder.
-        steps: of the optimizer.
-        batch_size: frames.
-        lr: learning rate, with a cosine to 0.
-        context_dropout: share of the states before the predicted one that the decoder does not see; the paper: 0.
-        held_out: share of the episodes that it is judged on.
-        memory_gb: of the prefix states, which are computed once; more frames than fit are left out, at random.
-        seed: of weights, batches, and of what is held out.
+        size: token size, Z.
+        layers: layers of encoder and decoder.
+        steps: optimizer steps.
+        batch_size: frames per step.
+        lr: initial learning rate, decayed to 0 by a cosine.
+        context_dropout: fraction of the states before the predicted one that the decoder does not see; the paper uses
+            0.
+        held_out: fraction of the episodes held out for the reported error.
+        memory_gb: memory of the prefix states in GB, which are computed once; excess frames are dropped at random.
+        seed: seed of weights, batches and the held-out split.
     """
 
     size: int = 64
@@ -63,15 +64,16 @@ class TokenTraining:
 
 @dataclass(frozen=True)
 class TokenResult:
-    """What was trained.
+    """Result of the token training.
 
     Attributes:
         path: policy directory with the token.
-        frames: used, of all.
-        width: G.
-        tokens: P, padding included.
-        error: of the reconstruction of held-out frames, where 1 is their variance; of all without such.
-        error_of_others: with the tokens of other frames: what the token itself tells is the difference.
+        frames: frames used.
+        of_frames: frames in the dataset.
+        width: policy width, G.
+        tokens: prefix tokens P, padding included.
+        error: reconstruction error of held-out frames relative to their variance; of all frames if none are held out.
+        error_of_others: the same with the tokens of other frames; the difference is the token's own information.
     """
 
     path: Path
@@ -86,13 +88,13 @@ class TokenResult:
 def train_token(
     source: Path, data: str, output: Path, settings: TokenTraining, overrides: list[str], console: str = "auto"
 ) -> TokenResult:
-    """Train a token on what a policy makes of a dataset, and write the policy with it to ``output``.
+    """Train a token on a policy's prefix states for a dataset, and write the policy with the token to ``output``.
 
-    The policy stays as it is (``alpha = 0`` of the paper's loss): adapt it by `embodrl sft` before.
+    The policy stays frozen (``alpha = 0`` in the paper's loss): fine-tune it with `embodrl sft` first.
 
     Raises:
         UsageError: there is no policy.
-        EmbodrlError: it has no prefix states, or the dataset is not of its environment.
+        EmbodrlError: the policy has no prefix states, or the dataset is not from its environment.
     """
     found = find_policy(source)
     config = found.load_config(overrides, verb="serve").config
@@ -121,7 +123,7 @@ def train_token(
 
 def _no_prefix(config: Config) -> EmbodrlError:
     return EmbodrlError(
-        f"an RL token reads the prompt's states, which this policy of {config.model.model_type} does not have",
+        f"an RL token reads the prompt's hidden states, which this policy of {config.model.model_type} does not have",
         "give the policy of a VLA without a small actor",
         code="rl-token-no-prefix",
     )
@@ -129,9 +131,9 @@ def _no_prefix(config: Config) -> EmbodrlError:
 
 @torch.no_grad()
 def prefix_states(policy: VLAPolicy, demos: Demos, settings: TokenTraining) -> tuple[Tensor, Tensor, np.ndarray]:
-    """Return states ``float32[n,P,G]``, which of them there are ``bool[n,P]``, and the frames ``int64[n]`` they are of.
+    """Return states ``float32[n,P,G]``, their mask ``bool[n,P]``, and their frame indices ``int64[n]``.
 
-    Prompts of different lengths are padded at their ends.
+    Shorter prompts are padded at the end.
     """
     order = np.random.default_rng(settings.seed).permutation(len(demos.actions))
     parts: list[tuple[Tensor, Tensor]] = []
@@ -154,14 +156,14 @@ def prefix_states(policy: VLAPolicy, demos: Demos, settings: TokenTraining) -> t
 
 
 def held_out(episode: np.ndarray, settings: TokenTraining) -> np.ndarray:
-    """Return which frames ``bool[n]`` are of episodes that are not trained on."""
+    """Return a mask ``bool[n]`` of the frames in held-out episodes."""
     numbers = np.unique(episode)
     count = min(len(numbers) - 1, round(settings.held_out * len(numbers)))
     return np.isin(episode, np.random.default_rng(settings.seed).permutation(numbers)[:count])
 
 
 def fit_token(hidden: Tensor, mask: Tensor, frames: Tensor, settings: TokenTraining, console: str) -> RLToken:
-    """Return a token that was trained on the frames ``int64[m]``.
+    """Return a token trained on the frames ``int64[m]``.
 
     Raises:
         NonFiniteError: the loss is not finite.
@@ -191,7 +193,7 @@ def fit_token(hidden: Tensor, mask: Tensor, frames: Tensor, settings: TokenTrain
 
 @torch.no_grad()
 def judge(token: RLToken, hidden: Tensor, mask: Tensor, frames: Tensor, settings: TokenTraining) -> tuple[float, float]:
-    """Return the mean reconstruction error of frames ``int64[m]``, with their own tokens and those of other frames."""
+    """Return the mean reconstruction error of frames ``int64[m]``, with their own and with other frames' tokens."""
     generator = torch.Generator().manual_seed(settings.seed)
     totals = [0.0, 0.0]
     count = 0

@@ -1,4 +1,4 @@
-"""Policies on disk: in a run, in one of its checkpoints, or exported; found, and loaded with their configuration."""
+"""Policies on disk (runs, checkpoints, exported directories), found and loaded with their configuration."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class PolicySource:
     """A policy on disk.
 
     Attributes:
-        policy_dir: the policy in its public layout; None if it is in ``checkpoint``.
-        checkpoint: of a run; None if it is in ``policy_dir``.
-        run_dir: the run that it is of, whose configuration applies; None for a policy elsewhere.
+        policy_dir: directory of the policy in its public layout; None if it is in ``checkpoint``.
+        checkpoint: checkpoint of a run; None if the policy is in ``policy_dir``.
+        run_dir: run whose configuration applies; None for a policy outside of runs.
     """
 
     policy_dir: Path | None
@@ -47,15 +47,10 @@ class PolicySource:
     def load_config(
         self, overrides: list[str], trust: bool = False, verb: Literal["eval", "record", "sft", "serve"] = "eval"
     ) -> LoadedConfig:
-        """Return the configuration of the run, or one composed as usual for a policy elsewhere, with this policy.
-
-        Args:
-            overrides: of the command line.
-            trust: the run's settings may run code though another user started it.
-            verb: what the policy is for.
+        """Return the run's configuration, or for a policy elsewhere a composed one, with this policy.
 
         Raises:
-            ConfigError: with every problem found.
+            ConfigError: the configuration is invalid; lists every problem found.
             CheckpointError: the run's settings are lost.
         """
         if self.run_dir is None:
@@ -73,14 +68,14 @@ class PolicySource:
         return load_saved(self.run_dir, texts, verb, self.checkpoint, resuming, trust)[0]
 
     def arguments(self, overrides: list[str]) -> list[str]:
-        """Return overrides that begin with this policy, for a configuration that is not that of its run."""
+        """Return overrides starting with this policy, for a configuration other than its run's."""
         return overrides if self.policy_dir is None else [assignment("model.warm_start", self.policy_dir), *overrides]
 
     def make_policy(self, config: Config, device: torch.device | None = None) -> VLAPolicy:
-        """Build the policy of a configuration of ``load_config``; on the configured device if ``device`` is None.
+        """Build the policy of a configuration from ``load_config``; ``device=None`` uses the configured device.
 
         Raises:
-            CheckpointError: the weights do not fit.
+            CheckpointError: the weights do not match the settings.
         """
         if self.checkpoint is None:
             return build_policy(config, device)
@@ -95,7 +90,7 @@ class PolicySource:
             try:
                 policy.load_state_dict(tensors)
             except RuntimeError as error:
-                message = f"the policy in {self.checkpoint.path} does not fit its settings: {error}"
+                message = f"the policy in {self.checkpoint.path} does not match its settings: {error}"
                 raise CheckpointError(message, "use another checkpoint", code="checkpoint-mismatch") from error
         return policy
 
@@ -104,7 +99,7 @@ def find_policy(path: Path) -> PolicySource:
     """Return the policy in ``RUN``, ``RUN/policy``, ``RUN/policy_best``, ``RUN/checkpoints/step_N`` (or the link
     ``best``), or an exported directory.
 
-    A finished run has exported its policy; of another one it is that of the newest checkpoint.
+    Finished runs have exported their policy; for other runs the newest checkpoint is used.
 
     Raises:
         UsageError: there is no policy.
@@ -126,17 +121,17 @@ def find_policy(path: Path) -> PolicySource:
     what = f"{path} holds no policy" if path.exists() else f"{path} does not exist"
     raise UsageError(
         what,
-        "give the directory of a run (RUN), of one of its checkpoints (RUN/checkpoints/step_N), or of a policy that"
+        "give a run directory (RUN), a checkpoint (RUN/checkpoints/step_N), or a policy directory that"
         " `embodrl train`, `sft` or `export` wrote (RUN/policy)",
         code="policy-not-found",
     )
 
 
 def _weights_of(config: Config, policy_dir: Path, has_statistics: bool = False) -> list[str]:
-    """Return the overrides with which the policy of a run acts as it was trained.
+    """Return the overrides with which a run's policy acts as in training.
 
-    Adapters that are apart go over their base again, if that is still there and the run has no statistics of its own,
-    which the base lacks; else the policy has them merged.
+    Separate adapters are applied to their base model if it still exists and the run has no statistics of its own, which
+    the base lacks; otherwise the merged policy is used.
     """
     model = config.model
     apart = policy_dir / ADAPTERS_DIR
@@ -146,6 +141,6 @@ def _weights_of(config: Config, policy_dir: Path, has_statistics: bool = False) 
     if model.trainable == "lora" and base and not own_statistics and (apart / ADAPTER_CONFIG).is_file():
         if base == BUILTIN or Path(base).expanduser().is_dir() or parse(base) is not None:
             return [assignment("model.lora_path", apart)]
-        logger.warning("the base model %s is gone: the adapters of %s are merged, and rounded", base, policy_dir)
+        logger.warning("the base model %s is missing: using the merged and rounded adapters of %s", base, policy_dir)
     texts = [assignment(f"model.{key}", policy_dir)]
-    return texts if model.lora_path is None else [*texts, "model.lora_path=null"]  # the weights have the adapters
+    return texts if model.lora_path is None else [*texts, "model.lora_path=null"]  # the weights include the adapters

@@ -46,12 +46,12 @@ METRICS_FILE = SFT_METRICS_FILE
 
 
 def sft(loaded: LoadedConfig) -> int:
-    """Train the policy on demonstrations and export it; returns the exit code.
+    """Fine-tune the policy on demonstrations and export it; return the exit code.
 
-    SIGINT and SIGTERM end it after the current step: a checkpoint and the policy so far are saved.
+    SIGINT and SIGTERM end it after the current step, saving a checkpoint and the policy.
 
     Raises:
-        OutputError: the output directory can't be written or holds an earlier run, before anything has started.
+        OutputError: the output directory can't be written or holds an earlier run; raised before anything has started.
         EmbodrlError: there are no demonstrations, or the loss is not finite.
     """
     loaded = with_vision(loaded.with_absolute_paths())
@@ -62,7 +62,7 @@ def sft(loaded: LoadedConfig) -> int:
         raise UsageError(
             f"`embodrl sft` does not support actor={backend}", "use actor=native or actor=fsdp", code="sft-backend"
         )
-    read_facts(data_directory(config.sft.data_dir), config.sft.keys)  # raises, before anything is written
+    read_facts(data_directory(config.sft.data_dir), config.sft.keys)  # raises before anything is written
     for name in (POLICY_DIR, METRICS_FILE):
         if (directory / name).exists():
             raise OutputError(
@@ -82,12 +82,7 @@ def is_sft_run(directory: Path) -> bool:
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
-    """Continue fine-tuning from the last intact checkpoint; returns the exit code.
-
-    Args:
-        directory: of the run.
-        overrides: of the command line.
-        trust: its settings may run code though another user started the run.
+    """Continue fine-tuning from the last intact checkpoint; return the exit code.
 
     Raises:
         CheckpointError: all checkpoints are damaged.
@@ -113,7 +108,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
 
 
 def work(session: RunSession) -> int:
-    """Build everything in order, train, and export the policy."""
+    """Build all components in order, train, and export the policy."""
     config = session.config
     directory = session.directory
     settings = session.config.sft
@@ -121,14 +116,14 @@ def work(session: RunSession) -> int:
     with ExitStack() as closing, Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress:
         progress.message(f"run: {directory}, log: {directory / LOG_FILE}")
         progress.message(compute_text(config))
-        if config.model.freeze_vision:  # maybe of a run that learnt from reward, whose config.yaml says so
+        if config.model.freeze_vision:  # possibly from an RL run, as its config.yaml shows
             frozen = session.loaded.origins["model.freeze_vision"]
             progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
         every = load_checked_demos(config)
         demos, held_out = hold_out(every, settings)
         apart = "" if held_out is None else f", of which {held_out.num_episodes} episodes are held out"
         progress.message(f"{every.num_episodes} episodes, {len(every.actions)} frames from {settings.data_dir}{apart}")
-        if session.checkpoint is not None:  # before a policy is built, and processes are started for it
+        if session.checkpoint is not None:  # before a policy is built and processes are started for the data
             refuse_others(session.checkpoint.state.fields("data_rng").content, demos, settings.data_dir)
         trainer = _bring_up(session, demos, held_out, progress, closing)
         code = run_and_export(trainer, progress)
@@ -147,7 +142,7 @@ def work(session: RunSession) -> int:
 
 
 def next_lines(config: Config, directory: Path) -> list[str]:
-    """Return the commands that a finished run is followed by."""
+    """Return the commands that usually follow a finished run."""
     run, policy = (shlex.quote(str(path)) for path in (directory, directory / POLICY_DIR))
     if not ENVS.entry(config.env.env_type).simulates:
         data = shlex.quote(config.sft.data_dir)
@@ -159,7 +154,7 @@ def next_lines(config: Config, directory: Path) -> list[str]:
 def _bring_up(
     session: RunSession, demos: Demos, held_out: Demos | None, progress: Progress, closing: ExitStack
 ) -> Trainer:
-    """Return the trainer, where the try of the run begins."""
+    """Return the trainer at the starting point of this attempt."""
     config = session.config
     settings = session.config.sft
     statistics = session.directory / STATISTICS_FILE

@@ -1,4 +1,4 @@
-"""`embodrl train` and `embodrl resume`: bring up the parts of a run, and walk through it."""
+"""`embodrl train` and `embodrl resume`: bring up the components of a run, and execute it."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 
 def train(loaded: LoadedConfig) -> TrainResult:
-    """`embodrl train`: train in a new run directory.
+    """Train in a new run directory.
 
     Raises:
-        EmbodrlError: something the run needs is missing (before anything has started), or the run failed.
+        EmbodrlError: a requirement is missing (before anything has started), or the run failed.
     """
     loaded = loaded.with_absolute_paths()
     config = loaded.config
@@ -58,22 +58,14 @@ def train(loaded: LoadedConfig) -> TrainResult:
                 code="run-exists",
             )
         if found := [name for name in (POLICY_DIR, BEST_POLICY_DIR) if (run_dir / name).exists()]:
-            message = f"{run_dir / found[0]} exists, and is not of a run that has begun here: it would be replaced"
+            message = f"{run_dir / found[0]} exists, but not from a run in this directory, and would be replaced"
             raise OutputError(message, "choose another runner.output_dir, or move it away", code="run-exists")
         preflight(run_dir, LEAST_FREE_BYTES)
         return run_with_restarts(loaded, run_dir, lock, work)
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
-    """`embodrl resume`: continue a run from its last good checkpoint, or from the start if it has none.
-
-    Args:
-        directory: of the run.
-        overrides: of the command line.
-        trust: its settings may run code though another user started the run.
-
-    Returns:
-        the exit code.
+    """Continue a run from its last intact checkpoint, or from the start if it has none; return the exit code.
 
     Raises:
         CheckpointError: this is not a run, all its checkpoints are damaged, or its settings are lost.
@@ -90,7 +82,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
     checkpoint, problems = CheckpointManager(directory, 1).latest_good()
     loaded, saved = load_saved(directory, overrides, "train", checkpoint, True, trust)
     for note in loaded.notes:
-        if note.code == "schedule-kept":  # the others were shown when the run began
+        if note.code == "schedule-kept":  # the other notes were shown when the run began
             logger.warning("%s %s; %s", note.key, note.message, note.hint)
     loaded = loaded.with_absolute_paths()
     config = loaded.config
@@ -114,16 +106,16 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
 
 
 def work(session: RunSession) -> TrainResult:
-    """Bring up the parts of a run, walk through it, and write the report.
+    """Bring up the components of a run, execute it, and write the report.
 
     Raises:
-        EmbodrlError: something the run needs is missing, or it failed.
+        EmbodrlError: a requirement is missing, or the run failed.
     """
     config = session.config
     deployment = session.deployment
     directory = session.directory
     device = configure_torch(config, deployment.main_place)
-    if deployment.main_place is None:  # it keeps a policy for checkpoints, publishing and export alone
+    if deployment.main_place is None:  # this process keeps a policy only for checkpoints, publishing and export
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     later = Schedule.of_training(config).evaluations_after
@@ -144,7 +136,7 @@ def work(session: RunSession) -> TrainResult:
 
 
 def _bring_up(session: RunSession, console: Console, device: torch.device, closing: ExitStack) -> tuple[Trainer, str]:
-    """Return the trainer, where the try of the run begins, and the settings for its checkpoints."""
+    """Return the trainer at the starting point of this attempt, and the settings for its checkpoints."""
     config = session.config
 
     def stopped() -> bool:
@@ -158,5 +150,5 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
     learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, callbacks, publish_to)
     schedule = Schedule.of_training(config)
     trainer = make_trainer(session, learner, schedule, console, closing)
-    # Only now: settings with which it could not be resumed are not kept.
+    # Only now, so that settings that could not be resumed are not kept.
     return trainer, session.record(trainer.iteration, console.message)

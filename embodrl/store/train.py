@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from embodrl.config import LoadedConfig
-from embodrl.config.explain import to_yaml
 from embodrl.config.identity import describe, settings_read
 from embodrl.config.schema import Config
+from embodrl.config.yaml_text import to_yaml
 from embodrl.data.imitation import check_demos
 from embodrl.errors import StoreError, UsageError
 from embodrl.learners.imitation_policy import check_range

@@ -1,4 +1,4 @@
-"""What follows a result: pages, videos, summaries. None of it may cost the result or its exit code."""
+"""Follow-up products of a result: pages, videos, summaries. None may cost the result or its exit code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def afterwards(what: str, repeated_by: str) -> Iterator[None]:
-    """Log what the block raises as one warning: the result that it follows stands.
+    """Log an exception of the block as one warning, since the result itself is complete.
 
-    Args:
-        what: is made from the result, e.g. ``report.html``.
-        repeated_by: the command that makes it again.
+    The block makes ``what``, e.g. ``report.html``; the command ``repeated_by`` creates it again.
     """
     try:
         yield

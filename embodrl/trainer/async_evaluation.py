@@ -1,4 +1,4 @@
-"""Evaluation beside training (``runner.eval_async``), in a process with its own simulators and a copy of the policy."""
+"""Evaluation in parallel with training (``runner.eval_async``), in a process with its own simulators and policy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _START_TIMEOUT_S = 3600.0
 
 
 class EvaluationAnswer(TypedDict):
-    """What the process answers: metrics, whether it exported the policy as the best so far, and why it could not."""
+    """The process's answer: metrics, whether it exported the policy as the best so far, and the export error."""
 
     metrics: dict[str, float]
     is_best: bool
@@ -47,15 +47,10 @@ class EvaluationAnswer(TypedDict):
 
 
 class EvaluationProcess(Worker):
-    """Measures versions of the policy as the run itself would, between two iterations: the figures are the same.
+    """Evaluates versions of the policy exactly as the run itself would between two iterations.
 
-    It has the environments of one rollout process and plays the shares of all of them in turn, so that the policy sees
-    the same batches.
-
-    Args:
-        config: the run.
-        deployment: where everything of it is.
-        run_dir: its directory, which the weights come from, and logs and the best policy go to.
+    It has the environments of one rollout process and plays the shares of all processes in turn, so that the policy
+    sees the same batches. Weights come from the run directory; logs and the best policy go there.
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: str) -> None:
@@ -69,28 +64,22 @@ class EvaluationProcess(Worker):
         self._source = WeightSource(self._engine)
 
     def close(self) -> None:
-        """End the simulators."""
+        """Stop the simulators."""
         self._pool.close()
 
     @dispatch()
     def evaluate(self, iteration: int, version: int, video_dir: str | None, best: float | None) -> EvaluationAnswer:
-        """Measure the newest weights, and export them if no evaluation was better.
-
-        Args:
-            iteration: after which the policy is measured, for the exported policy.
-            version: that these weights have.
-            video_dir: for videos of the first episodes.
-            best: success rate of the best policy so far; None exports nothing.
+        """Evaluate the newest weights, and export them if they beat ``best``; None exports nothing.
 
         Raises:
-            WeightSyncError: the weights are damaged, or of another version.
+            WeightSyncError: the weights are damaged, or not of ``version``.
         """
         directory = self._run_dir / EVAL_WEIGHTS_DIR
         self._source.take(directory)
         if self._engine.version != version:
             raise WeightSyncError(
                 f"{directory} has version {self._engine.version} of the weights, and {version} is to be evaluated",
-                "let nothing else write there, and `embodrl resume` the run",
+                "make sure that nothing else writes there, and `embodrl resume` the run",
                 code="evaluation-weights",
             )
         episodes = np.arange(self._evaluator.config.env.eval.num_episodes)
@@ -106,7 +95,7 @@ class EvaluationProcess(Worker):
         }
 
     def _export(self, iteration: int, success_rate: float) -> str:
-        """Export the policy as the best one; return why that failed."""
+        """Export the policy as the best one; return the error message if that failed."""
         facts = {"iteration": iteration, "success_rate": success_rate}
         try:
             export_policy(self._engine.policy, self._run_dir / BEST_POLICY_DIR, self._whole, **facts)
@@ -117,14 +106,7 @@ class EvaluationProcess(Worker):
 
 @dataclass(frozen=True)
 class PendingEvaluation:
-    """An evaluation that has begun.
-
-    Attributes:
-        iteration: after which the policy is measured.
-        version: of its weights.
-        video_dir: where videos go.
-        best: success rate of the best policy before; None if none is kept.
-    """
+    """An evaluation in progress; ``best`` is the best success rate before, None if none is kept."""
 
     iteration: int
     version: int
@@ -133,18 +115,9 @@ class PendingEvaluation:
 
 
 class AsyncEvaluator:
-    """Hands policies to the evaluation process, one at a time, and takes the results; the process is restarted if lost.
+    """Sends policies to the evaluation process, one at a time, and takes the results; restarts the process if lost.
 
-    The weights are those of ``weight_sync/disk.py``: a run that is resumed repeats the evaluation that was under way.
-
-    Args:
-        config: the run.
-        deployment: with a place for it.
-        run_dir: of the run.
-        policy: of the driver, for the names of its weights.
-
-    Attributes:
-        in_progress: the evaluation whose result has not been taken.
+    The weights use ``weight_sync/disk.py``: a resumed run repeats the evaluation ``in_progress``.
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: Path, policy: VLAPolicy) -> None:
@@ -170,7 +143,7 @@ class AsyncEvaluator:
     def continue_from(
         self, version: int, weights: Callable[[], Iterable[Named]], unfinished: PendingEvaluation | None = None
     ) -> None:
-        """Begin as a run whose weights have seen ``version`` updates, with the evaluation that it had under way."""
+        """Continue a run with weights of ``version`` updates, and its evaluation in progress."""
         self._has_begun = True
         if unfinished is None or unfinished.version == version:
             self._sender.drop_newer(version - 1)
@@ -188,7 +161,7 @@ class AsyncEvaluator:
         logger.error("the policy after iteration %d is not evaluated: %s", wanted.iteration, reason)
 
     def begin(self, wanted: PendingEvaluation, weights: Iterable[Named]) -> None:
-        """Begin an evaluation; none is under way. A disk that is full costs the evaluation, not the run."""
+        """Begin an evaluation; none is in progress. A full disk costs the evaluation, not the run."""
         try:
             if self._sender.version is None or wanted.version > self._sender.version:
                 self._sender.send(weights, wanted.version)
@@ -204,16 +177,12 @@ class AsyncEvaluator:
     def take(
         self, wanted_now: bool, should_stop: Callable[[], bool]
     ) -> tuple[PendingEvaluation, EvaluationAnswer] | None:
-        """Return the evaluation that is done, once; None if there is none.
-
-        Args:
-            wanted_now: wait for the one that is under way.
-            should_stop: asked while waiting.
+        """Return the finished evaluation, once; None if there is none. ``wanted_now`` waits for it.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True; the evaluation is still under way.
+            InterruptedError: ``should_stop`` returned True; the evaluation continues.
             WorkerDied: the process died more often than ``rollout.max_restarts``.
-            WorkerError: it failed.
+            WorkerError: the evaluation failed.
         """
         if self.in_progress is None or self._future is None:
             return None
@@ -243,11 +212,6 @@ class AsyncEvaluator:
                 lost = error
 
     def _count_restart(self, lost: WorkerDied) -> None:
-        """Count that the process is started again.
-
-        Raises:
-            WorkerDied: that has happened too often.
-        """
         if not self._restarts.take():
             raise WorkerDied(
                 f"stopped after {self._restarts} of the evaluation process: {lost.message}",
@@ -259,7 +223,6 @@ class AsyncEvaluator:
         self._is_lost = True
 
     def _bring_up(self) -> None:
-        """Start the process unless it is up."""
         if not self._group.world_size:
             self._group.launch(self._places, self._launcher, {}, self._log_dir, _START_TIMEOUT_S)
         elif self._is_lost:
@@ -267,11 +230,11 @@ class AsyncEvaluator:
         self._is_lost = False
 
     def close(self) -> None:
-        """End the process; weights that no evaluation needs any more are removed."""
+        """Stop the process; remove weights that no evaluation needs any more."""
         self._closing = True
         if self._future is not None and not self._future.done():
             self._group.kill()
-        self._thread.shutdown()  # a process that was just starting is up now
+        self._thread.shutdown()  # a process that was just starting is running now
         self._group.close()
         self._launcher.close()
         if self._has_begun and self.in_progress is None:
@@ -279,7 +242,7 @@ class AsyncEvaluator:
 
 
 def unfinished_evaluation(checkpoint: Checkpoint) -> PendingEvaluation | None:
-    """Return the evaluation that was under way when a checkpoint was made."""
+    """Return the evaluation that was in progress when a checkpoint was made."""
     if checkpoint.state.content.get("evaluation") is None:
         return None
     saved = checkpoint.state.fields("evaluation")
@@ -288,9 +251,9 @@ def unfinished_evaluation(checkpoint: Checkpoint) -> PendingEvaluation | None:
 
 
 def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRICS_FILE) -> Row | None:
-    """Return the row of the evaluation that was under way when a checkpoint was made, if it was done before the end.
+    """Return the row of the checkpoint's evaluation in progress, if it finished before the process ended.
 
-    The row is behind what the checkpoint knows of the file of rows, which is brought back to that.
+    The row lies beyond the checkpoint's end of the metrics file, to which the file is cut back.
     """
     in_progress = unfinished_evaluation(checkpoint)
     path = run_dir / file_name
@@ -302,9 +265,9 @@ def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRI
 
 
 def late_row(done: PendingEvaluation, answer: EvaluationAnswer, iteration: int) -> Row:
-    """Return what an evaluation adds to the row of its iteration, when ``iteration`` is the last one."""
+    """Return an evaluation's additions to the row of its iteration, when ``iteration`` is the last one."""
     metrics: Row = dict(answer["metrics"])
-    seconds = metrics.pop("time/eval_s")  # beside those of the iteration, not among them
+    seconds = metrics.pop("time/eval_s")  # alongside the iteration's own figures, not among them
     behind = iteration - done.iteration
     return {
         "iteration": done.iteration,
@@ -315,5 +278,5 @@ def late_row(done: PendingEvaluation, answer: EvaluationAnswer, iteration: int) 
 
 
 def is_late(row: Row) -> bool:
-    """Return whether a row of metrics.jsonl is one of ``late_row``."""
+    """Return whether a row of metrics.jsonl comes from ``late_row``."""
     return "time/eval_beside_s" in row

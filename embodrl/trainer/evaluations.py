@@ -1,4 +1,4 @@
-"""The evaluations of a run, in turn with training or while it trains on, and what follows from them."""
+"""The evaluations of a run, between iterations or in parallel with training, and their consequences."""
 
 from __future__ import annotations
 
@@ -20,18 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """Measures the policy, keeps the best one, and judges the rates.
+    """Measures the policy, keeps the best one, and judges the success rates.
 
     Args:
-        session: the try of the run.
-        learner: what it trains with.
-        journal: of its rows.
-        checkpoints: of the run, of which the best one's is kept.
-        async_evaluator: evaluates while the run trains on; None evaluates between two iterations.
+        checkpoints: checkpoints of the run, of which the best one's is kept.
+        async_evaluator: evaluates in parallel with training; None evaluates between iterations.
 
     Attributes:
         best: success rate of the best policy so far; -1 without one.
-        regressed: the error of an evaluation that was too bad; None without one.
+        regressed: error of an evaluation with a regression; None without one.
     """
 
     def __init__(
@@ -54,24 +51,24 @@ class Evaluations:
 
     @property
     def in_progress(self) -> PendingEvaluation | None:
-        """The evaluation that has begun, and whose result is not taken."""
+        """Evaluation that has begun and whose result has not been taken."""
         return None if self.async_evaluator is None else self.async_evaluator.in_progress
 
     @property
     def is_solved(self) -> bool:
-        """The evaluations are so good that the run ends early."""
+        """Whether the evaluations are good enough to end the run early."""
         runner = self.session.config.runner
         return self.journal.is_solved(runner.stop_at_success, runner.stop_evaluations)
 
     def begin(self) -> None:
-        """Judge the rows of earlier processes, and continue the evaluation that was under way.
+        """Judge the rows of earlier processes, and continue the evaluation in progress.
 
         Raises:
-            EmbodrlError: the last evaluation was too bad.
+            EmbodrlError: the last evaluation was a regression.
         """
         rows = self.journal.rows
         evaluated = [i for i, row in enumerate(rows, start=1) if "eval/success_rate" in row]
-        # With evaluations beside training, the rows after the last one know nothing yet.
+        # With parallel evaluations, the rows after the last evaluated one have no result yet.
         until = len(rows) if self.async_evaluator is None else max(evaluated, default=0)
         if regressed := self._regression(until):
             raise regressed
@@ -80,15 +77,15 @@ class Evaluations:
             self.async_evaluator.continue_from(engine.version, engine.weights, self._unfinished)
 
     def measure(self, iteration: int, is_last: bool) -> Row:
-        """Evaluate now, unless a process does it while the run trains on; return the metrics.
+        """Evaluate now, unless evaluations run in parallel; return the metrics.
 
         Raises:
-            InterruptedError: a signal came during the evaluation.
+            InterruptedError: a signal arrived during the evaluation.
         """
         return self.learner.evaluate(self._video_dir(iteration, is_last)) if self.async_evaluator is None else {}
 
     def conclude(self, iteration: int, row: Row, is_last: bool) -> None:
-        """Draw the conclusions of an evaluation whose row is written, or begin one that is played beside training."""
+        """Draw the conclusions of an evaluation whose row is written, or begin a parallel one."""
         if self.async_evaluator is not None:
             self._begin_async(iteration, is_last)
             return
@@ -97,14 +94,10 @@ class Evaluations:
             self._keep_best(iteration, row.get("eval/success_rate"))
 
     def take(self, iteration: int, wait: bool) -> bool:
-        """Write the evaluation that was played beside training and is done; return whether there was one.
-
-        Args:
-            iteration: so many are complete.
-            wait: for the one that is under way.
+        """Write the finished parallel evaluation; return whether there was one.
 
         Raises:
-            InterruptedError: the run is to stop, and the evaluation is still under way.
+            InterruptedError: the run is stopping, and the evaluation is still in progress.
         """
         if self.async_evaluator is None:
             return False
@@ -123,16 +116,11 @@ class Evaluations:
         return True
 
     def state(self) -> dict[str, object] | None:
-        """Return the evaluation that is under way, for a checkpoint."""
+        """Return the evaluation in progress, for a checkpoint."""
         return None if self.in_progress is None else asdict(self.in_progress)
 
     def restore(self, checkpoint: Checkpoint, late: Row | None) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            checkpoint: of the run.
-            late: row of the evaluation that was under way then, if it has been done since.
-        """
+        """Continue from a checkpoint; ``late`` is the row of its evaluation in progress, if finished since."""
         self._unfinished = unfinished_evaluation(checkpoint)
         if late is not None:
             self._unfinished = None
@@ -158,13 +146,13 @@ class Evaluations:
         return self.session.directory / "videos" / f"iteration_{iteration:04d}" if wanted else None
 
     def _begin_async(self, iteration: int, is_last: bool) -> None:
-        """Begin an evaluation, unless the one before has ended the run; wait for that of the last iteration."""
+        """Begin an evaluation unless the previous one ended the run; wait for the last iteration's."""
         assert self.async_evaluator is not None
         if self.is_solved or self.regressed:
             return
         config = self.session.config
         engine = self.learner.engine
-        if config.evaluated is config:  # as an evaluation in turn leaves them
+        if config.evaluated is config:  # as after an evaluation between iterations
             self.learner.prepare_save()
             self.learner.release_after_save()
         video_dir = self._video_dir(iteration, is_last)
@@ -178,7 +166,7 @@ class Evaluations:
         self.regressed = self.regressed or self._regression(index + 1)
 
     def _keep_best(self, iteration: int, success_rate: object) -> None:
-        """Export the policy if no evaluation was better; a full disk costs a logged error, not the run."""
+        """Export the policy if it is the best so far; a full disk costs a logged error, not the run."""
         if not isinstance(success_rate, float) or success_rate <= self.best:
             return
         self.best = success_rate

@@ -36,16 +36,16 @@ logger = logging.getLogger(__name__)
 LOG_FILE = "logs/embodrl.log"
 POLICY_DIR = "policy"
 ADAPTERS_DIR = "adapters"
-"""In a policy: its adapters, separate from their base model's weights."""
+"""In a policy directory: its adapters, separate from their base model's weights."""
 BEST_POLICY_DIR = "policy_best"
 PUBLISHED_DIR = "weights"
 EVAL_WEIGHTS_DIR = "eval_weights"
-"""Of the policies that are evaluated beside training."""
+"""Policies to be evaluated in parallel with training."""
 WEIGHT_SYNC_DIR = "weight_sync"
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
 MAX_REPORT_BYTES = 2**30
-# Asked for before the policy is built and its size known.
+# Checked before the policy is built and its size known.
 LEAST_FREE_BYTES = 64 * 2**20
 
 
@@ -65,15 +65,13 @@ def run_directory(config: Config) -> Path:
 
 @contextmanager
 def removed_if_empty(directory: Path, ignored: Collection[str] = ()) -> Iterator[None]:
-    """Remove an output directory that holds no file when an error or a signal ends the work in the block.
+    """Remove an output directory without files when an error or a signal ends the block.
 
-    Args:
-        directory: it may be missing.
-        ignored: relative paths of files that are no results.
+    ``ignored`` are relative paths of files that are not results. The directory may be missing.
     """
     try:
         yield
-    except BaseException:  # a signal too must not leave an empty directory; raised again
+    except BaseException:  # also after a signal, which is re-raised: no empty directory may be left
         files = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
         if directory.is_dir() and all(name in ignored for name in files):
             shutil.rmtree(directory, ignore_errors=True)
@@ -81,7 +79,7 @@ def removed_if_empty(directory: Path, ignored: Collection[str] = ()) -> Iterator
 
 
 def has_results(run_dir: Path) -> bool:
-    """Return whether a run has written what it ends with, and that is intact; a warning names what is not."""
+    """Return whether a run's final results exist and are intact; a warning names the ones that are not."""
     try:
         report = read_regular_file(run_dir / REPORT_FILE, MAX_REPORT_BYTES)
         listed = check_checksums(run_dir / POLICY_DIR)
@@ -99,7 +97,7 @@ def has_results(run_dir: Path) -> bool:
 
 
 def is_exported(run_dir: Path) -> bool:
-    """Return whether the policy is there and intact; a warning names what is damaged."""
+    """Return whether the policy exists and is intact; a warning names damaged files."""
     try:
         return check_checksums(run_dir / POLICY_DIR)
     except EmbodrlError as error:
@@ -108,20 +106,20 @@ def is_exported(run_dir: Path) -> bool:
 
 
 def sent_num_bytes(config: Config, deployment: Deployment, policy: VLAPolicy) -> int:
-    """Return how many bytes of weights a run has on disk for other processes: a whole version, and trained weights."""
+    """Return the bytes of weights that a run keeps on disk for other processes: a full version, and trained weights."""
     by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"
     return (by_disk + config.rollout.publish_weights + config.runner.eval_async) * versions_num_bytes(policy)
 
 
 def versions_num_bytes(policy: VLAPolicy) -> int:
-    """Return how many bytes a directory of published weights takes: a whole version, and trained weights."""
+    """Return the bytes of a directory of published weights: a full version, and trained weights."""
     weights = policy.state_dict()
     trained = sum(num_bytes(weights[name]) for name in trained_names(policy))
     return sum(map(num_bytes, weights.values())) + (VERSIONS_KEPT + 1) * trained
 
 
 def exported_num_bytes(policy: VLAPolicy) -> int:
-    """Return the size of the tensors that ``export_policy`` writes: merged in float32, twice those of a bf16 policy."""
+    """Return the size of the tensors of ``export_policy``: merged in float32, twice the size of a bf16 policy."""
     merged = merged_state_dict(policy, deferred=True)
     total = sum(map(num_bytes, merged.values()))
     if rounds_when_merged(policy):
@@ -134,21 +132,21 @@ def exported_num_bytes(policy: VLAPolicy) -> int:
 def check_disk_space(
     run_dir: Path, config: Config, policy: VLAPolicy, state_num_bytes: int, *, keep_best: bool, sent: int = 0
 ) -> None:
-    """Check that a run has space for its checkpoints, one more while it is written, its policies and sent weights.
+    """Check the disk space for a run's checkpoints, plus one during writing, its policies and sent weights.
 
-    What a resumed run has written already counts as part of that; a policy that exists is replaced by one that is
-    written beside it.
+    Files already written by a resumed run count as part of that; an existing policy is replaced by one written next to
+    it.
 
     Args:
-        run_dir: of the run.
-        config: of the run.
-        policy: that it exports.
-        state_num_bytes: of a checkpoint.
-        keep_best: it keeps the best checkpoint and policy, too.
-        sent: bytes of the weights that it keeps on disk for other processes.
+        run_dir: run directory.
+        config: run configuration.
+        policy: exported policy.
+        state_num_bytes: size of a checkpoint.
+        keep_best: the run keeps the best checkpoint and policy, too.
+        sent: bytes of the weights kept on disk for other processes.
 
     Raises:
-        OutputError: the directory can't be written, or has too little free space.
+        OutputError: the directory is not writable, or has too little free space.
     """
     exported = exported_num_bytes(policy)
     total = (config.runner.keep_last_n + 1 + keep_best) * state_num_bytes + (1 + keep_best) * exported + sent
@@ -163,24 +161,24 @@ def check_disk_space(
 def export_policy(
     policy: VLAPolicy, directory: Path, config: Config, *, elsewhere: str = ELSEWHERE_OF_RUNS, **facts: Any
 ) -> None:
-    """Write the policy in its public layout, what it was trained for (``embodrl.json``) and checksums, atomically.
+    """Write the policy in its public layout with ``embodrl.json`` (its training) and checksums, atomically.
 
-    Adapters are merged. Those over weights in half precision are also written separately (``adapters``): merged, even
-    in float32, they are rounded where they are multiplied, and would not act as they were trained.
+    Adapters are merged. Adapters over half-precision weights are also written separately (``adapters``): merged, even
+    in float32, they are rounded during multiplication and would not act as trained.
 
     Args:
-        policy: with the weights to write.
+        policy: policy with the weights to write.
         directory: new, or with an older policy.
-        config: it was trained with.
-        elsewhere: how to choose another place, for the hint of the error.
+        config: training configuration.
+        elsewhere: how to choose another place, for the error's hint.
         facts: further entries of embodrl.json, e.g. ``iteration``.
 
     Raises:
-        OutputError: the directory can't be written; what was there before is unchanged.
+        OutputError: the directory is not writable; its previous contents are unchanged.
     """
     try:
         with atomic_directory(directory) as staging:
-            # In the staging directory, so that the next save removes whatever a killed one has left.
+            # In the staging directory, so that the next save removes leftovers of a killed one.
             inner = staging / directory.name
             policy.save_pretrained(inner)
             for path in inner.iterdir():
@@ -191,17 +189,17 @@ def export_policy(
             facts |= {} if policy.seen_state_dim is None else {"state_dim": policy.seen_state_dim}
             card = policy_card(config, **facts, embodrl=__version__, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
             write_json_file(staging / CARD_FILE, card)
-            apart = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
-            write_checksums(staging, added=[CARD_FILE, *apart])
+            adapter_files = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
+            write_checksums(staging, added=[CARD_FILE, *adapter_files])
     except OutputError as error:
         if not isinstance(error.__cause__, OSError):
             raise
-        # The family's own files have been named, in a directory that is gone.
+        # The family's own files refer to a directory that no longer exists.
         raise output_error(f"{directory} can't be written", directory, error.__cause__, elsewhere) from error
 
 
 def base_of(config: Config) -> str | None:
-    """Return the base model of a run's adapters; None where its weights can't be loaded again."""
+    """Return the base model of a run's adapters; None if its weights cannot be loaded again."""
     model = config.model
     return None if model.lora_path is not None else model.model_path or model.warm_start
 
@@ -210,7 +208,7 @@ def saved_metrics(checkpoint: Checkpoint) -> bytes:
     """Return metrics.jsonl as it was when a checkpoint was made.
 
     Raises:
-        CheckpointError: it is damaged, or too large to be one.
+        CheckpointError: it is damaged, or larger than a metrics file can be.
     """
     try:
         return unpack(checkpoint.blob(METRICS_BLOB), MAX_METRICS_BYTES)
@@ -221,27 +219,27 @@ def saved_metrics(checkpoint: Checkpoint) -> bytes:
 
 
 def resume_hint(run_dir: Path) -> str:
-    """Say what the user can do with a run that an error has ended."""
+    """Return the hint for a run that an error ended."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     return hint_from(run_dir, None if checkpoint is None else checkpoint.path)
 
 
 def hint_from(run_dir: Path, checkpoint: Path | None) -> str:
-    """Say how a run with this checkpoint as its newest continues."""
+    """Return how a run with this newest checkpoint continues."""
     if checkpoint is None:
         return "rerun the command (no checkpoint was saved yet)"
     return f"`embodrl resume {run_dir}` continues from {checkpoint}"
 
 
 def unsaved_run_message(run_dir: Path, iteration: int) -> str:
-    """Say where a run continues whose last save, after ``iteration``, failed."""
+    """Return the message for a run whose last save, after ``iteration``, failed."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     where = "start over (no checkpoint was saved yet)" if checkpoint is None else f"continue from {checkpoint.path}"
     return f"could not save iteration {iteration}, the last; `embodrl resume {shlex.quote(str(run_dir))}` will {where}"
 
 
 def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what a finished run ends with on the console: success before and after, and the next command."""
+    """Return the console lines of a finished run: success before and after, and the next command."""
     evaluated = [row for row in rows if isinstance(row.get("eval/success_rate"), float)]
     lines: list[str] = []
     if evaluated:
@@ -262,21 +260,21 @@ def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]
 
 
 def offline_lines(config: Config, run_dir: Path) -> list[str]:
-    """Return where the W&B run of a directory is and how it is uploaded, if it was written offline."""
+    """Return the lines on an offline W&B run in a directory and its upload, if there is one."""
     if config.runner.logger.wandb_mode != "offline":
         return []
     return [f"W&B, offline: `wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*` uploads it"]
 
 
 def drop_missing_warm_start(config: Config) -> Config:
-    """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
+    """Start from random weights if the warm start is missing; the checkpoint replaces them all."""
     model = config.model
     if model.model_path is not None or model.warm_start in (None, "builtin"):
         return config
     if (Path(model.warm_start).expanduser() / "config.json").is_file():
         return config
     logger.warning(
-        "the warm start %s is gone: weights come from the checkpoint, vocabulary and action statistics are the"
+        "the warm start %s is missing: weights come from the checkpoint, vocabulary and action statistics are the"
         " tiny size's own",
         model.warm_start,
     )

@@ -1,4 +1,4 @@
-"""The composition root of runs that imitate: `embodrl sft` and `embodrl store train`."""
+"""The composition root of imitation runs: `embodrl sft` and `embodrl store train`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from embodrl.workers.policy import check_policy_decoding, configure_torch
 
 
 def prepare_imitation(session: RunSession) -> None:
-    """Set up torch, and refuse evaluations that can't run, before anything is started."""
+    """Set up torch, and reject evaluations that cannot run, before anything starts."""
     configure_torch(session.config, session.deployment.of("actor")[0])
     if session.config.sft.eval_interval:
         check_simulator(session.config)
@@ -35,18 +35,18 @@ def prepare_imitation(session: RunSession) -> None:
 def start_imitation(
     session: RunSession, built_from: Config, policy: VLAPolicy, closing: ExitStack, published: int = 0
 ) -> TrainEngine:
-    """Return the engine of a try that imitates; the disk has room for what the run writes.
+    """Return the engine of an imitation run, after checking the disk space.
 
     Args:
-        session: the try of the run.
-        built_from: the configuration that the policy was built from.
-        policy: the policy of this process.
-        closing: the parts to close, in reverse order.
-        published: the number of directories of published weights.
+        session: attempt at the run.
+        built_from: configuration that the policy was built from.
+        policy: this process's policy.
+        closing: parts to close, in reverse order.
+        published: number of directories of published weights.
 
     Raises:
         OutputError: the disk has too little space.
-        EmbodrlError: the policy does not offer imitation, or lacks the decoding of evaluations, or a training process
+        EmbodrlError: the policy does not support imitation, or lacks the decoding of evaluations, or a training process
             could not be started.
     """
     config = session.config
@@ -75,13 +75,9 @@ def names_output() -> Iterator[None]:
 def make_hooks(
     session: RunSession, policy: VLAPolicy, progress: Progress, validate: HeldOut | None = None
 ) -> ImitationHooks:
-    """Return what a try does for its learner; the simulators of an evaluation start for it, and end with it.
+    """Return a learner's hooks; the simulators run only during evaluations.
 
-    Args:
-        session: the try of the run.
-        policy: of this process.
-        progress: shows every step.
-        validate: measures demonstrations that are held out; None if there are none.
+    ``validate`` measures held-out demonstrations; None without any.
     """
     config = session.config
     shown = dict[str, float]()
@@ -90,7 +86,7 @@ def make_hooks(
         return bool(session.stop)
 
     def on_step(step: int, row: Mapping[str, float]) -> None:
-        shown.update(row)  # the held-out loss stands until it is measured again
+        shown.update(row)  # the held-out loss remains valid until it is measured again
         progress.update(step, step_text(shown))
 
     def play(video_dir: Path | None) -> Row:
@@ -105,7 +101,7 @@ def make_hooks(
 
 
 def step_text(row: Mapping[str, float]) -> str:
-    """Return the metrics of a step for the progress line: the loss, that of held-out episodes, then the others."""
+    """Return the metrics of a step for the progress line: the loss, the held-out loss, then the others."""
     first = [name for name in ("loss", VAL_LOSS) if name in row]
     names = [*first, *(name for name in row if name not in (*first, "lr")), *(["lr"] if "lr" in row else [])]
     titles = {VAL_LOSS: "held-out loss"}
@@ -126,20 +122,16 @@ def run_and_export(trainer: Trainer, progress: Progress) -> int:
 
 
 class ImitationView:
-    """A progress bar of steps, with lines for evaluations and checkpoints.
-
-    Args:
-        progress: the bar.
-    """
+    """A progress bar of steps, with lines for evaluations and checkpoints."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def phase(self, text: str, chunks: int = 0) -> None:
-        """The bar says how far the run is."""
+        """Do nothing: the bar shows the progress."""
 
     def restore(self, rows: list[Row]) -> None:
-        """The bar says how far earlier processes came."""
+        """Do nothing: the bar shows the progress of earlier processes."""
 
     def update(self, row: Mapping[str, MetricValue]) -> None:
         """Show an evaluation."""
@@ -149,9 +141,9 @@ class ImitationView:
             self._progress.message(f"step {row['iteration']}: success rate {rate:.1%}{others}")
 
     def late(self, row: Mapping[str, MetricValue]) -> None:
-        """Show an evaluation that was played while the run trained on."""
+        """Show an evaluation that ran in parallel with training."""
         self.update(row)
 
     def message(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
         self._progress.message(text)

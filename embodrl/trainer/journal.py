@@ -1,4 +1,4 @@
-"""The rows of a run: written, shown, and looked at for signs that it does not learn."""
+"""The rows of a run: written, shown, and checked for signs that it does not learn."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class View(Protocol):
-    """What the user sees of a run."""
+    """The user's view of a run."""
 
     def phase(self, text: str, chunks: int = 0) -> None:
-        """Show what the run does now, of so many chunks; 0: not known."""
+        """Show the current phase, of so many chunks; 0: unknown."""
         ...
 
     def restore(self, rows: list[Row]) -> None:
-        """Take up the rows of earlier processes, without showing each."""
+        """Adopt the rows of earlier processes, without showing each one."""
         ...
 
     def update(self, row: Mapping[str, MetricValue]) -> None:
@@ -31,25 +31,16 @@ class View(Protocol):
         ...
 
     def late(self, row: Mapping[str, MetricValue]) -> None:
-        """Show an evaluation that was done while the run trained on."""
+        """Show an evaluation that ran in parallel with training."""
         ...
 
     def message(self, text: str) -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
         ...
 
 
 class Journal:
-    """The rows of a run, earlier processes included.
-
-    Args:
-        metrics: where they are written.
-        view: where they are shown.
-        is_warm: the policy began with weights that it was trained with.
-
-    Attributes:
-        rows: one for each iteration.
-    """
+    """The rows of a run, including earlier processes'."""
 
     def __init__(self, metrics: MetricsLogger, view: View, is_warm: bool) -> None:
         self.metrics = metrics
@@ -67,7 +58,7 @@ class Journal:
         return written
 
     def add_late(self, row: Row) -> int:
-        """Write and show what becomes known of an iteration that has a row; return the index of that row."""
+        """Write and show late results of an iteration that has a row; return the row's index."""
         warnings = self._health.check(row)
         written = self.metrics.log_late(row | _codes(warnings))
         index = next(i for i, known in enumerate(self.rows) if known["iteration"] == row["iteration"])
@@ -81,7 +72,7 @@ class Journal:
         return is_solved(self.rows, success_rate, evaluations)
 
     def regression(self, until: int, allowed: float | None) -> EmbodrlError | None:
-        """Return the error of an evaluation that is too far below the best, of the rows before an index."""
+        """Return the error of an evaluation far below the best one, among the rows before an index."""
         return regression(self.rows[:until], allowed)
 
 

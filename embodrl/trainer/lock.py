@@ -1,4 +1,4 @@
-"""One process per run: locks on its directory, and checks that the directory stays the same one."""
+"""One process per run: locks on its directory, and checks that the directory stays the same."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-# ``BEST`` of storage/checkpoint, which imports torch. Never written through; the second is left by a process that is
-# killed between two steps.
+# ``BEST`` of storage/checkpoint, which imports torch. Never written through; the second is left by a process killed
+# between two steps.
 _OWN_LINKS = ("checkpoints/best", "checkpoints/.best.partial")
 _LINKS_OF_OTHERS = ("wandb",)
 _DIRECTORIES = ("checkpoints", "logs", "policy", "policy_best", "tensorboard", "videos", "weights")
@@ -27,13 +27,10 @@ _DIRECTORIES = ("checkpoints", "logs", "policy", "policy_best", "tensorboard", "
 class RunLock:
     """The locks of a run; see ``run_lock``.
 
-    Two of them, because a user may delete ``.lock``: one on that file and one on the directory itself.
-
-    Args:
-        directory: of the run; exists.
+    There are two, because a user may delete ``.lock``: one on that file and one on the directory itself.
 
     Raises:
-        OutputError: another process has one of them.
+        OutputError: another process holds one of them.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,7 +46,7 @@ class RunLock:
             raise
 
     def check(self) -> None:
-        """Check that the run still has its directory for itself; before everything that replaces or removes files.
+        """Check that the run still owns its directory; called before files are replaced or removed.
 
         Raises:
             OutputError: the directory was removed or replaced, or another process has taken it.
@@ -60,8 +57,8 @@ class RunLock:
             same = False
         if not same:
             raise OutputError(
-                f"{self.directory} was removed or replaced during the run, and what it held is lost",
-                "start the run again; nothing was left to save to",
+                f"{self.directory} was removed or replaced during the run, and its contents are lost",
+                "start the run again; there is nowhere to save to",
                 code="run-directory-removed",
             )
         path = self.directory / LOCK_FILE
@@ -76,7 +73,7 @@ class RunLock:
             self._lock(replacement)
         except OutputError as error:
             os.close(replacement)
-            error.add("its lock file was deleted, and another process has started in it: this one stops without saving")
+            error.add("its lock file was deleted, and another process has taken over: this one stops without saving")
             raise
         os.close(self._file)
         self._file = replacement
@@ -117,20 +114,17 @@ class RunLock:
             holder = file.read(32).decode(errors="replace").strip()
         return OutputError(
             f"another process (pid {holder or 'unknown'}) uses {self.directory}",
-            "wait until it has ended, or stop it; a new run needs a runner.output_dir of its own",
+            "wait until it has ended, or stop it; a new run needs its own runner.output_dir",
             code="run-in-use",
         )
 
 
 @contextmanager
 def run_lock(directory: Path) -> Iterator[RunLock]:
-    """Keep other processes from writing to a run's directory; the lock ends with the process, however that ends.
-
-    Args:
-        directory: of the run; made if missing.
+    """Keep other processes from writing to a run's directory, created if missing, until this process ends.
 
     Raises:
-        OutputError: another process uses it, it can't be written, or it holds links to elsewhere.
+        OutputError: another process uses it, it is not writable, or it contains links to elsewhere.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -150,10 +144,10 @@ def run_lock(directory: Path) -> Iterator[RunLock]:
 
 
 def refuse_files(directory: Path) -> None:
-    """Refuse a run directory in which a file has the name of a directory of runs: found out late, it costs the run.
+    """Reject a run directory in which a file has the name of a run's subdirectory; found late, it would cost the run.
 
     Raises:
-        OutputError: names the first.
+        OutputError: names the first one.
     """
     for name in _DIRECTORIES:
         path = directory / name
@@ -166,10 +160,10 @@ def refuse_files(directory: Path) -> None:
 
 
 def refuse_links(directory: Path) -> None:
-    """Refuse a run directory with symbolic links: what a run appends to or replaces would be files elsewhere.
+    """Reject a run directory with symbolic links: the run would append to or replace files elsewhere.
 
     Raises:
-        OutputError: names the first.
+        OutputError: names the first one.
     """
     for place, directories, files in os.walk(directory):
         links = (Path(place) / name for name in (*directories, *files) if (Path(place) / name).is_symlink())
@@ -178,7 +172,7 @@ def refuse_links(directory: Path) -> None:
                 continue
             raise OutputError(
                 f"{path} is a symbolic link to {path.readlink()}; a run does not write through links",
-                "replace it by what it leads to, or set runner.output_dir to the directory on the other disk",
+                "replace it with its target, or set runner.output_dir to the directory on the other disk",
                 code="run-directory-link",
             )
         directories[:] = [name for name in directories if name not in _LINKS_OF_OTHERS]

@@ -1,14 +1,14 @@
-"""The training loop, whatever learns: iterations, evaluations, rows, checkpoints, signals and errors.
+"""The training loop of all learners: iterations, evaluations, rows, checkpoints, signals and errors.
 
 An iteration of training from rollouts is the pipeline that the algorithm implies (``pipelines/builtin.py``); with the
-default one, ``step`` of ``learners/rollout.py`` does in turn:
+default one, ``step`` of ``learners/rollout.py`` performs in turn:
 
-1. sync weights: what acts has those of the last update,
+1. sync weights: the rollout gets the weights of the last update,
 2. play: the rollout node steps all environments,
-3. reward: episodes are judged by ``reward.fn`` or ``reward.model``, where there is one,
+3. reward: episodes are judged by ``reward.fn`` or ``reward.model``, if set,
 4. advantage: returns and advantages of every chunk,
 5. learn: epochs of minibatches, an optimizer step each,
-6. log: the metrics of all of them are a row of metrics.jsonl.
+6. log: the metrics of all steps form a row of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -34,20 +34,10 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Walks through the iterations of a run.
+    """Runs the iterations of a run.
 
-    Args:
-        session: the try of the run.
-        learner: does an iteration.
-        schedule: when the run evaluates, saves and ends.
-        journal: of the rows.
-        evaluations: measure the policy.
-        saver: writes checkpoints.
-
-    Attributes:
-        iteration: number of complete iterations.
-        pending: row of an iteration that lacks its evaluation, and is not written yet.
-        is_saved: there is a checkpoint of the last complete iteration.
+    ``pending`` is the unwritten row of an iteration that lacks its evaluation; ``is_saved``: the last complete
+    iteration has a checkpoint.
     """
 
     def __init__(
@@ -72,18 +62,15 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """All iterations are done, logged and evaluated, or as many as it took to solve the task."""
+        """Whether all iterations are done, logged and evaluated, or the task is solved early."""
         is_done = self.evaluations.is_solved or self.iteration >= self.schedule.total
         return is_done and self.pending is None and self.evaluations.in_progress is None
 
     def run(self, settings: str) -> int:
-        """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved.
-
-        Args:
-            settings: text of the settings, for checkpoints.
+        """Train until the last iteration or a signal; return the exit code, 1 if the result could not be saved.
 
         Raises:
-            EmbodrlError: an iteration failed, or an evaluation was too bad; what was complete before is saved.
+            EmbodrlError: an iteration failed, or an evaluation was a regression; the last complete state is saved.
         """
         self.saver.settings = settings
         self.stop.can_save(hint_from(self.session.directory, self.saver.newest))
@@ -114,14 +101,10 @@ class Trainer:
         return (0 if self.is_finished else self.stop.exit_code) if self.is_saved else 1
 
     def restore(self, checkpoint: Checkpoint, late: Row | None = None) -> None:
-        """Continue from a checkpoint.
-
-        Args:
-            checkpoint: of this run.
-            late: row of the evaluation that was under way then, if it has been done since.
+        """Continue from a checkpoint; ``late`` is the row of its evaluation in progress, if finished since.
 
         Raises:
-            CheckpointError: it was made with other settings.
+            CheckpointError: the checkpoint was made with other settings.
         """
         self.saver.restore(checkpoint)
         self.iteration = iteration_of(checkpoint)
@@ -130,7 +113,7 @@ class Trainer:
         self.evaluations.restore(checkpoint, late)
 
     def _catch_up(self) -> None:
-        """Complete the iteration that a run begins with: its evaluation before the first update, or what was left."""
+        """Complete the first iteration of a process: the evaluation before the first update, or the pending rest."""
         if self.schedule.saves_first and not self.is_saved:
             self._save()
         if self.pending is not None:
@@ -141,11 +124,7 @@ class Trainer:
             raise self.evaluations.regressed
 
     def _complete(self) -> None:
-        """Evaluate and save, where it is time for it, and log what is pending.
-
-        Raises:
-            InterruptedError: a signal came during the evaluation; the row is still pending.
-        """
+        """Evaluate and save when due, and log the pending row."""
         assert self.pending is not None
         row = dict(self.pending)
         clock = time.perf_counter()
@@ -176,7 +155,6 @@ class Trainer:
             self.is_saved = False
 
     def _save(self) -> None:
-        """Write a checkpoint; see ``Saver.save``."""
         content: dict[str, object] = {
             "iteration": self.iteration,
             "pending": self.pending,
@@ -195,8 +173,8 @@ class Trainer:
         """Save the last complete iteration if the block raises; name an exit of custom code."""
         try:
             yield
-        except BaseException as error:  # a user's function may raise anything; raised again
-            if self.stop:  # there was no time, or what holds the state hangs
+        except BaseException as error:  # user functions may raise anything; re-raised
+            if self.stop:  # no time is left, or the process with the state hangs
                 if self.iteration and not self.is_saved:
                     logger.error("%s", unsaved_run_message(self.session.directory, self.iteration))
             elif not lost_trainers(self.learner.engine):
@@ -206,15 +184,15 @@ class Trainer:
             raise
 
     def _save_complete_state(self) -> None:
-        """Save after an error what the last complete iteration has left, if it is still there; raises nothing."""
+        """After an error, save the state of the last complete iteration if it still exists; never raises."""
         if self.is_saved or not self.iteration:
             return
         if self.learner.is_updating:
-            logger.error("iteration %d failed within its update, and can't be undone: not saved", self.iteration + 1)
+            logger.error("iteration %d failed within its update and cannot be undone: not saved", self.iteration + 1)
             return
         try:
             self.learner.undo()
             self._save()
-        except Exception as error:  # noqa: BLE001  (the first error is reported; what it broke may not be known)
+        except Exception as error:  # noqa: BLE001  (the first error is reported; its damage may be unknown)
             why = str(error) or type(error).__name__
             logger.error("the state after iteration %d could not be saved: %s", self.iteration, why)

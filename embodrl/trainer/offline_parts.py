@@ -24,7 +24,7 @@ from embodrl.workers.reward import RewardWorker
 def build(
     session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep = None
 ) -> Parts:
-    """As ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
+    """Like ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
     config = session.config
     deployment = session.deployment
     policy = make_policy(session, device)
@@ -41,7 +41,7 @@ def build(
 
 
 def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:
-    """Return the critics of an offline run, which look at this part of observations."""
+    """Return an offline run's critics of these observations."""
     chunk = policy.num_action_chunks * policy.action_dim
     algorithm = config.algorithm
     return IqlCritics(seen, chunk, algorithm.off_policy, config.actor.optim, policy.device, config.runner.seed)

@@ -1,4 +1,4 @@
-"""The composition root of a training run: makes all its parts in order and passes each its collaborators."""
+"""The composition root of a training run: creates all parts in order and passes each its collaborators."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightCha
 logger = logging.getLogger(__name__)
 
 OnStep = Callable[[int, int], None] | None
-"""Called with how many optimizer steps of an update are done, and how many there are."""
+"""Called with the finished and the total number of optimizer steps of an update."""
 PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack, OnStep], Parts]
 """Called with the arguments of ``build``."""
 
 
 class _Learning(TypedDict, total=False):
-    """Those of ``Parts`` that update the weights."""
+    """The fields of ``Parts`` that update the weights."""
 
     on_policy: OnPolicyUpdate
     imitated: Demonstrations
@@ -76,10 +76,10 @@ class _Learning(TypedDict, total=False):
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
-    """Return what starts the actor and rollout processes of a run; None if the driver does everything itself.
+    """Return the launcher of a run's actor and rollout processes; None if the driver does everything itself.
 
     Raises:
-        MissingDependencyError: Ray is configured and not installed.
+        MissingDependencyError: Ray is configured but not installed.
         EmbodrlError: Ray lacks the resources.
     """
     acts = deployment.rolls_out_in_processes
@@ -96,20 +96,20 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
 def build(
     session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep = None
 ) -> Parts:
-    """Make and start the parts of a run that trains.
+    """Create and start the parts of a training run.
 
     Args:
-        session: the try of the run.
-        device: of the driver's policy.
-        stopped: called regularly during rollouts; True interrupts them.
-        closing: closes what was started, in reverse order.
-        on_step: called with how many optimizer steps of an update are done, and how many there are.
+        session: attempt at the run.
+        device: device of the driver's policy.
+        stopped: polled during rollouts; True interrupts them.
+        closing: closes the started parts, in reverse order.
+        on_step: called with the finished and the total number of optimizer steps of an update.
 
     Raises:
         EnvError: a simulator could not be started.
         WorkerError: a process could not be started.
         OutputError: the disk has too little space.
-        EmbodrlError: what a backend needs is missing.
+        EmbodrlError: a requirement of a backend is missing.
     """
     closing.enter_context(MemoryWatch())
     config = session.config
@@ -129,17 +129,17 @@ def make_policy(session: RunSession, device: torch.device) -> VLAPolicy:
     """Return the policy of a run that learns from reward.
 
     Raises:
-        EmbodrlError: the policy does not offer what a setting needs; see also ``build_policy``.
+        EmbodrlError: the policy does not support a setting; see also ``build_policy``.
     """
     policy = build_policy(session.weights_from, device)
-    check_features(session.config, policy)  # again, since checkpoints of the hub had not been looked at
+    check_features(session.config, policy)  # again, since hub checkpoints were skipped before
     return policy
 
 
 def acts_in_driver(
     session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
 ) -> Parts:
-    """As ``build``, where the driver acts and has the simulators."""
+    """Like ``build``, if the driver acts and runs the simulators."""
     config = session.config
     deployment = session.deployment
     log_dir = session.directory / "logs"
@@ -172,7 +172,7 @@ def acts_in_driver(
 def acts_in_processes(
     session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
 ) -> Parts:
-    """As ``build``, where other processes act, each with its simulators."""
+    """Like ``build``, if other processes act, each with its simulators."""
     config = session.config
     deployment = session.deployment
     log_dir = session.directory / "logs"
@@ -218,7 +218,7 @@ def _start_launcher(session: RunSession, closing: ExitStack) -> Launcher | None:
 
 
 def start_engine(session: RunSession, config: Config, policy: VLAPolicy, closing: ExitStack) -> TrainEngine:
-    """Return the engine of a run whose rollouts need no processes of their own; see ``make_train_engine``."""
+    """Return the engine of a run without separate rollout processes; see ``make_train_engine``."""
     deployment = session.deployment
     launcher = _start_launcher(session, closing) if deployment.trains_in_processes else None
     engine = make_train_engine(config, deployment, policy, session.directory / "logs", launcher)
@@ -235,16 +235,16 @@ def make_trainer(
     file_name: str = METRICS_FILE,
     built_from: Config | None = None,
 ) -> Trainer:
-    """Return the trainer of a try, where that begins: with its rows, checkpoints and evaluations.
+    """Return the trainer of an attempt at its starting point, with rows, checkpoints and evaluations.
 
     Args:
-        session: the try of the run.
-        learner: the part that does an iteration.
-        schedule: the iterations after which the run evaluates, saves and ends.
-        view: the display of the rows.
-        closing: the parts to close, in reverse order.
-        file_name: the file of rows in the run's directory.
-        built_from: the configuration that the policy was built from; None for that of the run.
+        session: attempt at the run.
+        learner: performs an iteration.
+        schedule: iterations after which the run evaluates, saves and ends.
+        view: display of the rows.
+        closing: parts to close, in reverse order.
+        file_name: file of rows in the run directory.
+        built_from: configuration that the policy was built from; None for the run's.
 
     Raises:
         CheckpointError: the checkpoint was made with other settings.
@@ -270,7 +270,7 @@ def make_trainer(
 
 
 def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], bool]:
-    """Return ``stopped``, which raises as soon as a training process has died."""
+    """Return ``stopped`` with an added check, which raises as soon as a training process has died."""
 
     def should_stop() -> bool:
         engine.check()
@@ -282,7 +282,7 @@ def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], 
 def _learning(
     config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None, on_step: OnStep
 ) -> _Learning:
-    """Return what updates the weights, and what it learns from async_evaluators rollouts."""
+    """Return the objects that update the weights, and the data they learn from besides rollouts."""
     loss = LOSSES.entry(config.algorithm.loss_type)
     if not loss.off_policy:
         update: OnPolicyUpdate = engine.attach(UPDATE, config, on_step)
@@ -299,13 +299,10 @@ def _learning(
 def load_demonstrations(config: Config, policy: VLAPolicy) -> Demonstrations:
     """Return the demonstrations that are imitated in addition to the loss of rollouts (``algorithm.bc_coef``).
 
-    Args:
-        config: the run; ``algorithm.off_policy.demos`` are the demonstrations, ``actor.global_batch_size`` frames of
-            which go into a step.
-        policy: whose chunks they are.
+    They are ``algorithm.off_policy.demos``, and each step uses ``actor.global_batch_size`` frames.
 
     Raises:
-        EmbodrlError: the demonstrations are not of this environment or robot, or damaged.
+        EmbodrlError: the demonstrations are damaged, or from another environment or robot.
     """
     source = config.algorithm.off_policy.demos
     assert source is not None, "the configuration was checked"
@@ -318,7 +315,7 @@ def load_demonstrations(config: Config, policy: VLAPolicy) -> Demonstrations:
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:
-    """Refuse what can't work before anything is started."""
+    """Reject what cannot work on this machine, before anything starts."""
     resolve_device(config)
     check_simulator(config)
     if config.evaluated is not config:

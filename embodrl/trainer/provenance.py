@@ -1,4 +1,4 @@
-"""How a run came about: command, versions, host, and what changed when it was resumed."""
+"""Provenance of a run: command, versions, host, and settings changed when it was resumed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from embodrl.config.explain import flow
 from embodrl.config.schema import Config
+from embodrl.config.yaml_text import flow
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.processor import processor
 from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
@@ -32,27 +32,18 @@ PACKAGES = (
     *("mani_skill", "sapien", "gymnasium", "mujoco", "metaworld", "robosuite", "libero"),
 )
 TASK_KEYS = ("env.env_type", "env.tasks", "env.cameras", "env.id", "env.suite")
-"""A policy that was trained with other values of these acts in a task that it has not seen."""
+"""Changing these means that the policy acts in a task it has not seen."""
 _GIT_TIMEOUT_S = 5.0
 
 
 def add_provenance(run_dir: Path, config: Config, config_yaml: str, old_yaml: str | None, iteration: int) -> list[str]:
-    """Append a record of this process to ``provenance.json``, and log it.
+    """Append a record of this process to ``provenance.json``, and log it; return a line per changed key.
 
-    Environment variables are not recorded: they may hold secrets.
-
-    Args:
-        run_dir: of the run.
-        config: of this process.
-        config_yaml: the whole configuration of this process.
-        old_yaml: that of the process before; None for a new run.
-        iteration: done so far.
-
-    Returns:
-        lines for the console, one per changed key.
+    Environment variables are not recorded: they may contain secrets. ``old_yaml`` is the previous process's
+    configuration; None for a new run.
 
     Raises:
-        OutputError: the file can't be written.
+        OutputError: the file is not writable.
     """
     changes = {} if old_yaml is None else changed_settings(old_yaml, config_yaml)
     record = describe_process() | {
@@ -72,7 +63,7 @@ def add_provenance(run_dir: Path, config: Config, config_yaml: str, old_yaml: st
     lines = [_change(iteration, key, pair) for key, pair in changes.items()]
     for key in changes:
         if key.startswith(TASK_KEYS):
-            logger.warning("%s changed: the policy so far was trained in another task or with other cameras", key)
+            logger.warning("%s changed: so far the policy was trained on another task or with other cameras", key)
         elif key == "runner.seed":
             logger.warning("runner.seed changed: this run can no longer be repeated with one seed")
     return lines
@@ -94,7 +85,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def describe_compute(config: Config) -> dict[str, Any]:
-    """Return the processor, the device of the policy, and the precision of the actor and of native rollouts there."""
+    """Return the processor, the policy's device, and the precision of the actor and of native rollouts there."""
     device = resolve_device(config)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(processor())
     precision = {
@@ -105,7 +96,7 @@ def describe_compute(config: Config) -> dict[str, Any]:
 
 
 def compute_text(config: Config) -> str:
-    """Return what a process computes with, in a line."""
+    """Return one line on the hardware and precision of a process."""
     found = describe_compute(config)
     settings = (config.actor.precision, config.rollout.precision)
     actor = found["precision"]["actor"]
@@ -116,7 +107,7 @@ def compute_text(config: Config) -> str:
 
 
 def git_state(directory: Path) -> dict[str, Any]:
-    """Return ``commit`` and ``dirty`` of a checkout; None of both where the directory is none, or git is missing."""
+    """Return ``commit`` and ``dirty`` of a checkout; both None without a repository or git."""
     if not (directory / ".git").exists():
         return {"commit": None, "dirty": None}
     try:
@@ -128,7 +119,7 @@ def git_state(directory: Path) -> dict[str, Any]:
 
 
 def changes_so_far(run_dir: Path) -> list[str]:
-    """Return the changed settings of all processes that resumed a run, a line each."""
+    """Return the changed settings of all processes that resumed a run, one line each."""
     lines: list[str] = []
     for record in read_provenance(run_dir):
         changed = record.get("changed")
@@ -154,7 +145,7 @@ def _git(directory: Path, *arguments: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that matter and are installed."""
+    """Return the versions of the relevant installed packages."""
     found: dict[str, str] = {}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""What a training run leaves behind."""
+"""The result of a training run."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run leaves behind.
+    """The result of a training run.
 
     Attributes:
         run_dir: configuration, metrics, checkpoints, videos, report.html and, if finished, ``policy/``.
         exit_code: 0 finished, 1 the last iteration could not be saved, 128 + N stopped by signal N.
-        policy: as trained so far, on its device; None where ``resume`` found nothing left to do.
+        policy: current policy, on its device; None if ``resume`` had nothing left to do.
     """
 
     run_dir: Path
     exit_code: int
-    policy: VLAPolicy | None = field(repr=False)  # its text is that of every layer
+    policy: VLAPolicy | None = field(repr=False)  # its repr would list every layer
 
     @property
     def metrics(self) -> list[Row]:
@@ -48,7 +48,7 @@ class TrainResult:
 
     @property
     def success_rate(self) -> float | None:
-        """Of the last evaluation, which acts greedily, a fraction; None without one."""
+        """Success rate (0 to 1) of the last evaluation, with greedy actions; None without one."""
         rates = [row["eval/success_rate"] for row in self.metrics if row.get("eval/success_rate") is not None]
         return float(rates[-1]) if rates else None
 
@@ -61,7 +61,7 @@ class TrainResult:
 def already_complete(
     config: Config, directory: Path, checkpoint: Checkpoint, done: int, overrides: list[str]
 ) -> TrainResult:
-    """Say that a run has nothing left to do; its metrics are restored where they are damaged."""
+    """Report that a run has nothing left to do; restore its metrics if they are damaged."""
     restore_metrics(directory / METRICS_FILE, saved_metrics(checkpoint))
     with Console(config.runner.logger.console, done, directory.name) as console:
         console.restore(read_metrics(directory / METRICS_FILE))
@@ -76,18 +76,9 @@ def already_complete(
 def conclude(
     config: Config, run_dir: Path, policy: VLAPolicy, console: Console, iteration: int, finished: bool, saved: bool
 ) -> None:
-    """Export the policy of a finished run, write the report, and print what a user needs next.
+    """Export the policy of a finished run, write the report, and print the next steps.
 
-    A report that can't be written costs a warning, not the run.
-
-    Args:
-        config: the run.
-        run_dir: its directory.
-        policy: as trained so far.
-        console: what the user sees.
-        iteration: the last complete one.
-        finished: all iterations are done.
-        saved: there is a checkpoint of the last one.
+    A report that cannot be written costs a warning, not the run.
     """
     if finished:
         export_policy(policy, run_dir / POLICY_DIR, config, iteration=iteration)

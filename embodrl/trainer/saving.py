@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what the trainer, the engine and the learner leave for a process that resumes it."""
+"""The checkpoints of a run: state of the trainer, the engine and the learner for a resuming process."""
 
 from __future__ import annotations
 
@@ -25,16 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes and reads checkpoints.
-
-    Args:
-        session: the try of the run.
-        learner: what it trains with.
-
-    Attributes:
-        settings: text of the settings, which every checkpoint has.
-        newest: path of the checkpoint that was written or read last.
-    """
+    """Writes and reads checkpoints."""
 
     def __init__(self, session: RunSession, learner: Learner) -> None:
         self.settings = ""
@@ -44,15 +35,10 @@ class Saver:
         self._learner = learner
 
     def save(self, iteration: int, content: dict[str, object], metrics: bytearray) -> bool:
-        """Write a checkpoint; return whether it was written: a disk that is full costs a logged error, not the run.
-
-        Args:
-            iteration: so many are complete.
-            content: of the trainer itself, as JSON.
-            metrics: the whole file of rows.
+        """Write a checkpoint; return whether it was written: a full disk costs a logged error, not the run.
 
         Raises:
-            OutputError: the run directory is not this run's any more.
+            OutputError: the run no longer owns its directory.
         """
         self._session.lock.check()
         engine = self._learner.engine
@@ -78,7 +64,7 @@ class Saver:
         return True
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Bring engine, learner and random states to where a checkpoint was made.
+        """Restore engine, learner and random states from a checkpoint.
 
         Raises:
             CheckpointError: it was made with other settings, or is damaged.
@@ -93,7 +79,7 @@ class Saver:
             engine.load_state_dict(EngineState(tensors, counters))
         try:
             self._learner.load_state(checkpoint)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # what is in it is of other kinds
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # entries have unexpected types
             message = f"the state in {checkpoint.path} can't be used: {type(error).__name__} {error}"
             hint = "resume with the version of embodrl that wrote the checkpoint, or from an earlier one"
             raise CheckpointError(message, hint, code="checkpoint-damaged") from error
@@ -107,24 +93,18 @@ def iteration_of(checkpoint: Checkpoint) -> int:
 
 
 def pending_row(state: Fields) -> Row | None:
-    """Return the row of a checkpoint's iteration that is not in the file of metrics yet; None if it is."""
+    """Return the row of a checkpoint's iteration if it is missing in the metrics file, else None."""
     return None if state.content.get("pending") is None else dict(state.fields("pending").content)
 
 
 def is_complete(checkpoint: Checkpoint, total: int) -> bool:
-    """Return whether a checkpoint is of the last of so many iterations, and its evaluation is done."""
+    """Return whether a checkpoint is the last of so many iterations, with a finished evaluation."""
     is_evaluated = pending_row(checkpoint.state) is None and unfinished_evaluation(checkpoint) is None
     return iteration_of(checkpoint) >= total and is_evaluated
 
 
 def open_metrics(session: RunSession, closing: ExitStack, file_name: str = METRICS_FILE) -> MetricsLogger:
-    """Return the file of rows, cut back to where the try begins; an evaluation of that iteration may be pending.
-
-    Args:
-        session: the try of the run.
-        closing: closes the file.
-        file_name: in the run's directory.
-    """
+    """Return the file of rows, cut back to the start of the attempt; an evaluation of that iteration may be pending."""
     checkpoint = session.checkpoint
     config = session.config
     saved = b""

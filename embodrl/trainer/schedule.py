@@ -10,15 +10,15 @@ from embodrl.config.schema import Config
 
 @dataclass(frozen=True)
 class Schedule:
-    """In iterations; those of imitation are counted in optimizer steps.
+    """Schedule in iterations; for imitation, in optimizer steps.
 
     Attributes:
         total: number after which the run is done.
-        eval_interval: between evaluations; 0 for none.
-        save_interval: between checkpoints, besides the last one; 0 for none.
-        evaluates_first: before the first update.
-        evaluates_last: after the last one, whatever the interval.
-        saves_first: before the first update.
+        eval_interval: interval of evaluations; 0 for none.
+        save_interval: interval of checkpoints, besides the last one; 0 for none.
+        evaluates_first: evaluate before the first update.
+        evaluates_last: evaluate after the last one, whatever the interval.
+        saves_first: save before the first update.
     """
 
     total: int
@@ -41,14 +41,14 @@ class Schedule:
         return cls(config.sft.max_steps, config.sft.eval_interval, config.sft.save_interval)
 
     def is_evaluated(self, iteration: int) -> bool:
-        """Return whether the policy is measured after so many iterations."""
+        """Return whether the policy is evaluated after so many iterations."""
         if iteration == 0:
             return self.evaluates_first
         is_last = self.evaluates_last and iteration == self.total
         return is_last or (self.eval_interval > 0 and iteration % self.eval_interval == 0)
 
     def evaluations_after(self, iteration: int) -> int:
-        """Return how many evaluations come after so many iterations."""
+        """Return the number of evaluations after so many iterations."""
         interval = self.eval_interval
         count = self.total // interval - iteration // interval if interval else 0
         is_extra = self.evaluates_last and iteration < self.total and not (interval and self.total % interval == 0)

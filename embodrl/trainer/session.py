@@ -1,4 +1,4 @@
-"""A process at work on a run: its directory, lock, log and stop signal, and tries after lost training processes."""
+"""A process that works on a run: directory, lock, log, stop signal, and attempts after lost training processes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ T = TypeVar("T")
 
 
 class TrainersLostError(Exception):
-    """The training processes have died or hung: the state since the newest checkpoint is lost.
-
-    Args:
-        error: what ended the try.
-    """
+    """The training processes have died or hung: the state since the newest checkpoint is lost."""
 
     def __init__(self, error: EmbodrlError) -> None:
         super().__init__(error.message)
@@ -50,18 +46,14 @@ def lost_trainers(engine: TrainEngine) -> bool:
 
 
 class RunSession:
-    """One try of a process at a run.
+    """One attempt of a process at a run.
 
     Args:
-        loaded: the configuration.
-        directory: of the run.
-        lock: of the directory.
-        stop: whether the user has asked the run to end.
-        checkpoint: where the try begins; None for the start of the run.
-        old_settings: text of the settings of the process or the try before; None for a new run.
+        checkpoint: start of the attempt; None for the start of the run.
+        old_settings: settings text of the previous process or attempt; None for a new run.
 
     Attributes:
-        engine: trains; None until it is there. Another try follows where it has lost a process.
+        engine: train engine; None until created. If it has lost a process, another attempt follows.
     """
 
     def __init__(
@@ -83,26 +75,21 @@ class RunSession:
 
     @property
     def config(self) -> Config:
-        """The values of the configuration."""
+        """Values of the configuration."""
         return self.loaded.config
 
     @property
     def deployment(self) -> Deployment:
-        """Where everything of the run is."""
+        """Placement of the run."""
         return self.loaded.deployment
 
     @cached_property
     def weights_from(self) -> Config:
-        """The configuration that the policy is built from: a checkpoint replaces a warm start that is missing."""
+        """Configuration that the policy is built from: a checkpoint replaces a missing warm start."""
         return self.config if self.checkpoint is None else drop_missing_warm_start(self.config)
 
     def record(self, iteration: int, say: Callable[[str], None]) -> str:
-        """Write the settings and the provenance of this process; return the settings, for checkpoints.
-
-        Args:
-            iteration: that it begins after.
-            say: gets a line for each setting that has changed.
-        """
+        """Write the settings and the provenance of this process; return the settings, for checkpoints."""
         text = self.loaded.to_yaml()
         for line in add_provenance(self.directory, self.config, text, self.old_settings, iteration):
             say(line)
@@ -110,11 +97,11 @@ class RunSession:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Add to an error of the block how the run continues; name a loss of training processes as one.
+        """Add to an error of the block how the run continues; identify a loss of training processes.
 
         Raises:
             TrainersLostError: the training processes have died or hung.
-            EmbodrlError: anything else has failed.
+            EmbodrlError: any other failure.
         """
         try:
             yield
@@ -130,7 +117,7 @@ class RunSession:
 
 @contextmanager
 def run_directory_of(directory: Path) -> Iterator[RunLock]:
-    """Lock the directory of a run, and write its log there; a new one that a refused start leaves empty is removed."""
+    """Lock and log into the directory of a run; a new directory that a rejected start leaves empty is removed."""
     is_new = not directory.exists()
     with run_lock(directory) as lock:
         try:
@@ -143,12 +130,12 @@ def run_directory_of(directory: Path) -> Iterator[RunLock]:
 
 
 def _remove_empty_start(directory: Path) -> None:
-    """Remove a directory with nothing but the lock and the main log, whose error the command prints, too."""
+    """Remove a directory with nothing but the lock and the main log, whose error the command also prints."""
     log = directory / LOG_FILE
     own = {log, log.parent, directory / LOCK_FILE}
     if not set(directory.rglob("*")) <= own:
         return
-    with suppress(OSError):  # the error that ended the start is the one to report
+    with suppress(OSError):  # report the error that ended the start
         log.unlink(missing_ok=True)
         log.parent.rmdir()
         (directory / LOCK_FILE).unlink(missing_ok=True)
@@ -163,18 +150,18 @@ def run_with_restarts(
     checkpoint: Checkpoint | None = None,
     old_settings: str | None = None,
 ) -> T:
-    """Work on a run; after a loss of training processes again from the newest checkpoint, ``actor.max_restarts`` times.
+    """Work on a run, restarting from the newest checkpoint if training processes are lost (``actor.max_restarts``).
 
     Args:
-        loaded: the configuration.
-        directory: of the run.
-        lock: of the directory.
-        work: does it, and returns what it leaves.
-        checkpoint: where it begins first; None for the start.
-        old_settings: those of the process before, if the run is resumed.
+        loaded: loaded configuration.
+        directory: run directory.
+        lock: lock of the directory.
+        work: performs an attempt and returns its result.
+        checkpoint: first starting point; None for the start.
+        old_settings: the previous process's settings, if the run is resumed.
 
     Raises:
-        EmbodrlError: the training processes were lost too often, all checkpoints are damaged, or anything else failed.
+        EmbodrlError: the training processes were lost too often, all checkpoints are damaged, or another failure.
     """
     budget = RestartBudget(loaded.config.actor.max_restarts, loaded.config.cluster.restart_window_s)
     is_restarted = False
@@ -190,7 +177,7 @@ def run_with_restarts(
             where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
             message = lost.error.message
         session = None
-        gc.collect()  # what the frames of the error have held, e.g. a policy
+        gc.collect()  # objects held by the error's frames, e.g. a policy
         logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
         is_restarted = True
         old_settings = last_settings(directory)
@@ -199,7 +186,7 @@ def run_with_restarts(
 def _next_start(
     error: EmbodrlError, directory: Path, lock: RunLock, budget: RestartBudget, is_restarted: bool
 ) -> Checkpoint | None:
-    """Return the checkpoint that the next try begins with; None for the start."""
+    """Return the checkpoint that the next attempt begins with; None for the start."""
     if not budget.take():
         if is_restarted:
             error.add(f"stopped after {budget} of the training processes")

@@ -1,7 +1,7 @@
-"""The settings of a run: ``config.yaml``, sealed with a checksum, and the copy of it in every checkpoint.
+"""The settings of a run: ``config.yaml``, sealed with a checksum, and its copy in every checkpoint.
 
-A run is resumed with the settings that it had, or not at all: a damaged file is replaced by the newest checkpoint's
-copy, and what was edited has to be confirmed on the command line. Nothing that is missing becomes a default.
+A run is resumed with its original settings, or not at all: a damaged file is replaced by the newest checkpoint's copy,
+and edits must be confirmed on the command line. Missing settings never become defaults.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TypeGuard
 
 from embodrl.config.compose import parse_arguments
-from embodrl.config.explain import flow, to_yaml
 from embodrl.config.load import LoadedConfig
 from embodrl.config.nodes import parse_yaml
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.config.trust import SEAL, approval, code_settings
+from embodrl.config.yaml_text import flow, to_yaml
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
 from embodrl.fields import Fields, read_regular_file
 from embodrl.pipelines.load import load_run
@@ -31,48 +31,42 @@ logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 STATE_KEY = "settings"
-"""Key of the settings in the state of a checkpoint."""
+"""Checkpoint key of the settings."""
 STATE_DIM = "state_dim"
-"""Key of the numbers of the robot's state that the policy was trained on, in the state of a checkpoint."""
+"""Checkpoint key of the number of robot-state dimensions that the policy was trained on."""
 MAX_BYTES = 4 * 2**20
 ABSENT: object = object()
 FIXED = {
-    r"env\.env_type": "its simulator states are those of another simulator",
-    r"env\.train\.total_num_envs": "it has the state of each environment",
+    r"env\.env_type": "its simulator states belong to another simulator",
+    r"env\.train\.total_num_envs": "it contains the state of each environment",
     r"env\.cameras(\.\d+\.(height|width))?": "its observations are images of that number and size",
-    r"model\.model_type": "its weights are those of another model",
+    r"model\.model_type": "its weights belong to another model",
 }
-"""Patterns of settings that a checkpoint can't be resumed with other values of, and why."""
+"""Patterns of settings that must match the checkpoint on resume, and the reasons."""
 
 
 def is_run(directory: Path) -> bool:
-    """Return whether a directory holds a run: its settings, or a checkpoint that has them."""
+    """Return whether a directory contains a run: its settings, or a checkpoint that has them."""
     return (directory / CONFIG_FILE).is_file() or bool(CheckpointManager(directory, 1).steps())
 
 
 def not_a_run(directory: Path) -> CheckpointError:
-    """Return the error for a directory without a run's configuration; names the run that it is part of."""
+    """Return the error for a directory without a run's configuration; names the run that contains it."""
     run = next((parent for parent in directory.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
     hint = f"{run} is the run: embodrl resume {run}" if run is not None else "look in outputs/"
     what = f"{directory} is not a run: it has no {CONFIG_FILE}" if directory.exists() else f"{directory} does not exist"
     error = CheckpointError(what, hint, code="not-a-run")
-    error.exit_code = 2  # as for any argument that names nothing
+    error.exit_code = 2  # as for any nonexistent argument
     return error
 
 
 def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:
-    """Write ``config.yaml``, sealed, with the approval of the settings that run code.
+    """Write ``config.yaml``, sealed, with the approval of the settings that run code; return the text.
 
-    Args:
-        run_dir: of the run.
-        config_yaml: the whole configuration.
-        changes: what earlier processes of the run changed, a line each, kept as comments.
-
-    Returns:
-        what was written, for checkpoints.
+    ``changes`` by earlier processes of the run, one line each, are kept as comments.
 
     Raises:
-        OutputError: the directory can't be written.
+        OutputError: the directory is not writable.
     """
     tree, _ = parse_yaml(config_yaml, CONFIG_FILE)
     text = config_yaml + "".join(f"# {line}\n" for line in changes) + approval(code_settings(tree))
@@ -83,12 +77,7 @@ def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:
 
 @dataclass(frozen=True)
 class SavedSettings:
-    """The settings of a run.
-
-    Attributes:
-        text: as the run wrote them.
-        restored: why they are the checkpoint's and not those of ``config.yaml``; "" if they are the file's.
-    """
+    """The settings of a run; ``restored`` says why they come from the checkpoint, "" if they are the file's."""
 
     text: str
     restored: str = ""
@@ -97,16 +86,16 @@ class SavedSettings:
 def read_settings(
     run_dir: Path, in_checkpoint: str | None, overrides: list[str], verb: Verb | None = None
 ) -> SavedSettings:
-    """Return the settings that a run had.
+    """Return the settings of a run.
 
     Args:
-        run_dir: of the run.
-        in_checkpoint: those of its newest checkpoint; None if there is none.
-        overrides: of the command line; they may confirm what was edited in the file.
-        verb: edits of what it does not read, and so can't confirm, do not matter.
+        run_dir: run directory.
+        in_checkpoint: settings in its newest checkpoint; None without one.
+        overrides: command-line overrides; they may confirm edits of the file.
+        verb: edits of settings that it does not read, and so cannot confirm, are ignored.
 
     Raises:
-        CheckpointError: they are lost.
+        CheckpointError: the settings are lost.
         ConfigError: the file was edited.
     """
     path = run_dir / CONFIG_FILE
@@ -136,22 +125,18 @@ def read_settings(
 
 
 def _seal_problem(text: str) -> str:
-    """Return what is wrong with the checksum that a run's configuration ends with."""
+    """Return the problem with the checksum at the end of a run's configuration."""
     body, _, digest = text.rpartition(SEAL)
     if not text.strip():
         return "is empty"
     if not body:
         return "has no checksum"
     intact = hashlib.sha256(body.encode()).hexdigest() == digest.strip()
-    return "" if intact else "differs from what the run wrote"
+    return "" if intact else "differs from the run's original"
 
 
 def _without_copy(path: Path, text: str, problem: str) -> SavedSettings:
-    """Accept a file without checksum that is complete: its user wants it so.
-
-    Raises:
-        CheckpointError: there is no such file, or it is damaged or incomplete.
-    """
+    """Accept a complete file without checksum, as the user has chosen."""
     if problem == "is missing":
         raise not_a_run(path.parent)
     lacking = [name for name in Config.model_fields if name not in (_values(text) or {}) and name != "extensions"]
@@ -167,7 +152,7 @@ def _without_copy(path: Path, text: str, problem: str) -> SavedSettings:
 
 
 def _refuse_edits(path: Path, found: Mapping[str, tuple[object, object]], overrides: list[str]) -> None:
-    """Raise ConfigError unless everything that was edited is confirmed on the command line."""
+    """Raise ConfigError unless all edits are confirmed on the command line."""
     arguments, _ = parse_arguments(overrides)
     given = {argument.key for argument in arguments}
     edited = {key: pair for key, pair in found.items() if not any(key == k or key.startswith(f"{k}.") for k in given)}
@@ -199,16 +184,16 @@ def load_saved(
     """Load the configuration of a run; changes nothing on disk.
 
     Args:
-        run_dir: of the run.
-        overrides: of the command line.
-        verb: what it is loaded for; see ``load_config``.
-        checkpoint: the one that is used, if it has been opened.
-        resuming: the weights come from a checkpoint, so a warm start need not exist any more.
-        trust: the settings may run code though another user started the run.
+        run_dir: run directory.
+        overrides: command-line overrides.
+        verb: purpose of loading; see ``load_config``.
+        checkpoint: opened checkpoint in use, if any.
+        resuming: the weights come from a checkpoint, so a warm start may be missing.
+        trust: the settings may run code although another user started the run.
 
     Raises:
         CheckpointError: the settings are lost.
-        ConfigError: the settings were edited, are invalid, or run code and are somebody else's.
+        ConfigError: the settings were edited, are invalid, or run code and belong to another user.
     """
     state = newest_state(run_dir) if checkpoint is None else checkpoint.state
     saved = read_settings(run_dir, None if state is None else state.text(STATE_KEY), overrides, verb)
@@ -219,9 +204,9 @@ def load_saved(
 
 
 def last_settings(run_dir: Path) -> str | None:
-    """Return the text of the settings that this process or the one before has written.
+    """Return the settings text of this or the previous process.
 
-    None if there are none yet; empty if they can't be read, which is logged.
+    None if there is none yet; empty if unreadable, which is logged.
     """
     try:
         return read_regular_file(run_dir / CONFIG_FILE, MAX_BYTES).decode()
@@ -239,17 +224,17 @@ def refuse_impossible(
     num_generators: Sequence[int] = (),
     done: int = 0,
 ) -> None:
-    """Refuse, before anything is started, settings that a checkpoint can't be resumed with.
+    """Reject, before anything starts, settings that are incompatible with a checkpoint.
 
     Args:
-        config: of the resumed run.
-        in_checkpoint: the settings that the checkpoint was made with.
-        rollout: the state of the rollouts in the checkpoint.
-        num_generators: random generators of each rollout process, now; empty if that is not known.
+        config: configuration of the resumed run.
+        in_checkpoint: settings that the checkpoint was made with.
+        rollout: state of the rollouts in the checkpoint.
+        num_generators: current number of random generators per rollout process; empty if unknown.
         done: number of complete iterations.
 
     Raises:
-        ConfigError: names each, with the value that the checkpoint was made with.
+        ConfigError: names each setting, with the checkpoint's value.
     """
     problems = [] if rollout is None else list(_other_counts(config, rollout, num_generators))
     for key, (was, now) in changed_settings(in_checkpoint, to_yaml(config, None)).items():
@@ -266,7 +251,7 @@ def refuse_impossible(
 
 
 def _other_counts(config: Config, rollout: Fields, num_generators: Sequence[int]) -> Iterator[ConfigProblem]:
-    """Yield what follows from the states themselves, whatever the settings say: ``auto`` and null mean the machine's.
+    """Yield conflicts that follow from the states themselves: ``auto`` and null depend on the machine.
 
     The state of an asynchronous run has neither simulators nor random numbers.
     """
@@ -274,12 +259,14 @@ def _other_counts(config: Config, rollout: Fields, num_generators: Sequence[int]
     states = state.objects("processes") if "processes" in state else [state]
     simulators = len([name for name in rollout.texts("blobs") if re.fullmatch(r"(rollout_\d+_)?env_\d+", name)])
     if not any("lost" in one for one in states) and simulators not in (0, config.env.num_processes):
-        yield _fixed("env.num_processes", config.env.num_processes, simulators, "it has the state of each simulator")
+        yield _fixed(
+            "env.num_processes", config.env.num_processes, simulators, "it contains the state of each simulator"
+        )
     found = [len(one.items("random")) for one in states if "random" in one]
     if len(found) != len(num_generators):
         return  # another number of rollout processes, whose error names cluster.component_placement
     if found != list(num_generators):
-        why = "it has the random numbers of each thread"
+        why = "it contains the random state of each thread"
         yield _fixed("cluster.num_threads", sum(num_generators), sum(found), why)
 
 
@@ -290,16 +277,16 @@ def _fixed(key: str, now: object, was: object, why: str) -> ConfigProblem:
 
 
 def changed_settings(old_yaml: str, new_yaml: str) -> dict[str, tuple[object, object]]:
-    """Return dotted key -> (old, new) of the values in which two whole configurations differ.
+    """Return dotted key -> (old, new) of the values in which two full configurations differ.
 
-    Keys that only one of both has are new or removed settings of another version, not changes of the user.
+    Keys of only one side are settings added or removed by another version, not changes by the user.
     """
     found = _differences(_values(old_yaml) or {}, _values(new_yaml) or {})
     return {key: (old, new) for key, (old, new) in found if old is not ABSENT and new is not ABSENT}
 
 
 def _differences(old: object, new: object, key: str = "") -> Iterator[tuple[str, tuple[object, object]]]:
-    """Yield dotted key and both values where they differ; ABSENT where one side has no such key."""
+    """Yield dotted key and both values where they differ; ABSENT for a missing key."""
     if _is_section(old) and _is_section(new):
         for name in {**old, **new}:
             yield from _differences(old.get(name, ABSENT), new.get(name, ABSENT), f"{key}.{name}" if key else name)
@@ -319,7 +306,6 @@ def _is_list(value: object) -> TypeGuard[list[object]]:
 
 
 def _values(text: str) -> dict[str, object] | None:
-    """Return the values of a configuration; None if it is not a YAML mapping, or empty."""
     tree, problems = parse_yaml(text, CONFIG_FILE)
     values = tree.plain()
     return values if _is_section(values) and values and not problems else None

@@ -1,4 +1,4 @@
-"""Signals: a run that is asked to stop saves first, and ends within its time whatever it waits for."""
+"""Signals: a run that is asked to stop saves first, and ends in time even if something hangs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from embodrl.processes.liveness import Activity, completed_work, stop_requested
 
 TIMEOUT_S = 10.0
 _AT_ONCE_S = 2.0
-_RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
+_RAISE_AFTER, _END_AFTER = 0.6, 0.9  # fractions of the timeout
 _LOOK_S = 0.2
 _JUDGED_S = 1.0
 _END = b"\0"
@@ -33,28 +33,27 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 class StopSignal:
-    """Remembers SIGINT, SIGTERM, SIGHUP (the terminal was closed), and those that announce a preemption, so that the
-    loop can save and leave.
+    """Records SIGINT, SIGTERM, SIGHUP (terminal closed), and preemption signals, so that the loop can save and stop.
 
-    While it is entered it replaces the handlers of these signals; afterwards the previous ones are back. Outside the
-    main thread, where Python allows no handlers, it does nothing.
+    While entered, it replaces the handlers of these signals; afterwards the previous ones are back. Outside the main
+    thread, where Python allows no handlers, it does nothing.
 
-    The loop ends in time even if the main thread waits for a process that hangs, or for native code: a thread gets
-    the signals from the interpreter's C handler and keeps the time. Late in it, the main thread is interrupted by an
-    exception; near its end, all processes that were started are killed. The time begins again with every piece of work
-    that is completed (``report_work``): weights in the middle of an update can't be saved, so an update that advances
-    is finished. What is being saved (``saving``) has as long as it makes progress.
+    The loop ends in time even if the main thread waits for a hung process or native code: a thread gets the signals
+    from the interpreter's C handler and keeps the time. Late in that time, the main thread is interrupted by an
+    exception; near its end, all started processes are killed. The time restarts with every completed piece of work
+    (``report_work``): weights in the middle of an update cannot be saved, so an advancing update is finished. Saving
+    (``saving``) may take as long as it makes progress.
 
     The command line ends itself as well, and if native code holds the interpreter lock, so that no thread runs, the
-    guard kills it. A process of the user's that has imported embodrl is never ended: there the block raises.
+    guard kills it. A user's process that has imported embodrl is never ended: there the block raises.
 
     Args:
         timeout_s: seconds from the first signal, or the last completed piece of work, to the end.
-        clock: for the time between two signals, in seconds.
+        clock: measures the time between two signals, in seconds.
 
     Attributes:
-        number: of the first signal; 0 without one.
-        late: that signal, once what was under way did not end in time and was interrupted; what there is may still be
+        number: number of the first signal; 0 without one.
+        late: that signal, once the work in progress missed its deadline and was interrupted; the state may still be
             saved.
     """
 
@@ -81,7 +80,7 @@ class StopSignal:
         self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         for number in _SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: the run is to outlive its terminal
+                continue  # nohup: the run must outlive its terminal
             self._before[number] = signal.getsignal(number)
         if owns_process():
             watch_signals(self._pipe[0], self._timeout_s * _END_AFTER)
@@ -90,18 +89,16 @@ class StopSignal:
         return self
 
     def arm(self) -> None:
-        """Take the signals; again, where a library may have installed handlers of its own, as Ray does."""
+        """Install the handlers; again after a library may have installed its own, as Ray does."""
         for number in self._before:
             signal.signal(number, self._handle)
 
     def can_save(self, hint: str) -> None:
         """Let the first signal from now on leave time to save.
 
-        Before, and from the second signal on, a signal ends the block at once, through the ``finally`` clauses that
-        close the simulators. One within ``REPEAT_S`` of the first does nothing.
-
-        Args:
-            hint: what the user can do if nothing more could be saved; to be renewed with every checkpoint.
+        Before, and from the second signal on, a signal ends the block immediately, through the ``finally`` clauses that
+        close the simulators. A second signal within ``REPEAT_S`` of the first is ignored. ``hint`` says what the user
+        can do if nothing more could be saved; it is renewed with every checkpoint.
         """
         self._hint = hint
 
@@ -136,7 +133,7 @@ class StopSignal:
         raise SystemExit(128 + number)
 
     def _await_judgement(self) -> None:
-        """Wait until the thread has judged all signals so far: a handler may run long after a signal's arrival."""
+        """Wait until the thread has processed all signals so far: a handler may run long after a signal's arrival."""
         os.write(self._pipe[1], _HANDLED)
         with contextlib.suppress(queue.Empty):  # the thread is at the end of the time
             self._judged.get(timeout=_JUDGED_S)
@@ -151,7 +148,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """While it is entered, the time stands still as long as this process or one it has started makes progress."""
+        """While entered, the time stands still as long as this process or a child process makes progress."""
         self._saving = True
         self._keep_time(PAUSE)  # writers of weights hold the interpreter lock
         try:
@@ -165,7 +162,7 @@ class StopSignal:
             keep_time(PAUSE if self._saving else seconds)
 
     def _read(self) -> bytes:
-        """Return the number of a signal; the guard gets a time before, as it takes an unread byte for a hang."""
+        """Return the number of a signal; the guard is notified first, since it takes an unread byte for a hang."""
         select.select([self._pipe[0]], [], [])
         self._keep_time(self._timeout_s * _END_AFTER)
         return self._take()
@@ -173,7 +170,7 @@ class StopSignal:
     def _take(self) -> bytes:
         got = os.read(self._pipe[0], 1)
         if got == _HANDLED:
-            self._judged.put(None)  # all before it are judged
+            self._judged.put(None)  # all signals before it are processed
         return got
 
     def _watch(self) -> None:
@@ -182,8 +179,8 @@ class StopSignal:
             self._keep_time(CALM)  # the pipe gets every signal that Python handles
         if first == _END:
             return
-        self._second.is_now()  # its time begins here where native code keeps the handler waiting
-        stop_requested.set()  # processes that hang are given up sooner
+        self._second.is_now()  # the time starts here if native code delays the handler
+        stop_requested.set()  # hung processes are given up sooner
         activity = Activity(os.getpid())
         asked_again = False
         left_s = self._timeout_s * _END_AFTER
@@ -195,7 +192,7 @@ class StopSignal:
                 got = self._take()
                 if got == _END:
                     return
-                is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the one below
+                is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the signal that this thread sends below
                 if is_users and self._second.is_now():
                     self._is_second = True
                     left_s = min(left_s, _AT_ONCE_S)
@@ -215,20 +212,20 @@ class StopSignal:
         self._end(first[0])
 
     def _end(self, number: int) -> None:
-        """Kill all that this process has started, and end it if it is ours; say what the main thread was at."""
+        """Kill all child processes, and end this process if it is ours; report the main thread's position."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
-        with contextlib.suppress(OSError):  # the terminal may be gone
+        with contextlib.suppress(OSError):  # the terminal may be closed
             os.write(2, f"{self._not_saved(number)}\n  the main thread was at\n{where}".encode())
         end_family(family())
         if self._owns_process:
             os._exit(128 + number)
-        while os.read(self._pipe[0], 1) != _END:  # what has waited for those processes ends by itself
+        while os.read(self._pipe[0], 1) != _END:  # code that waited for those processes ends by itself
             continue
 
     def _not_saved(self, number: int) -> EmbodrlError:
         error = EmbodrlError(
-            f"stopped by {signal.Signals(number).name} without saving: what was under way did"
+            f"stopped by {signal.Signals(number).name} without saving: the work in progress did"
             f" not end within {self._timeout_s:g} s",
             self._hint or "rerun the command",
             code="stopped-unsaved",
@@ -238,12 +235,12 @@ class StopSignal:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone
+    with contextlib.suppress(OSError):  # the terminal may be closed
         os.write(2, f"{text}\n".encode())
 
 
 def named_exit(error: SystemExit) -> EmbodrlError:
-    """Return the error of custom code that ended the process, with its place."""
+    """Return the error for custom code that exited the process, with its location."""
     where = user_location(error) or "a function of the pipeline"
     return EmbodrlError(
         f"{where} ended the process: SystemExit({error.code!r})",

@@ -1,4 +1,4 @@
-"""Training processes, and the choice of where and with what a run trains."""
+"""Training processes, and the choice of the training engine of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from embodrl.workers.weights import SendingWorker
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 3600.0
-"""A process reads a whole checkpoint; the death of one is noticed at once."""
+"""Generous, since a process may read a whole checkpoint; the death of a process is noticed at once."""
 
 
 def make_train_engine(
@@ -50,19 +50,19 @@ def make_train_engine(
     pipes: Mapping[str, Channel] | None = None,
     memory: Offload | None = None,
 ) -> TrainEngine:
-    """Return the engine of ``actor.training_backend``, in this process or in others.
+    """Return the engine of ``actor.training_backend``, in this process or in separate ones.
 
     Args:
-        config: the run.
-        deployment: where everything is.
-        policy: on its device.
-        log_dir: where the output of further processes goes.
-        launcher: starts further processes; None starts them on this machine.
-        pipes: channels of that launcher to the rollout processes, if the training processes send weights themselves.
-        memory: weights of ``policy``, where they may be offloaded while other processes train.
+        config: run configuration.
+        deployment: placement of all processes.
+        policy: policy on its device.
+        log_dir: directory for the output of the training processes.
+        launcher: starts the training processes; None starts them on this machine.
+        pipes: the launcher's channels to the rollout processes, if the training processes send weights directly.
+        memory: weights of ``policy``, which may be offloaded while other processes train.
 
     Raises:
-        WorkerError: a training process could not be started; none is left.
+        WorkerError: a training process could not be started; the others have been stopped.
     """
     if deployment.trains_in_processes:
         group = launch_trainers(config, deployment, log_dir, launcher, pipes)
@@ -77,10 +77,10 @@ def launch_trainers(
     launcher: Launcher | None = None,
     pipes: Mapping[str, Channel] | None = None,
 ) -> WorkerGroup:
-    """Start the training processes of a deployment; arguments as of ``make_train_engine``.
+    """Start the training processes of a deployment; arguments as in ``make_train_engine``.
 
     Raises:
-        WorkerError: a process could not be started; none is left.
+        WorkerError: a process could not be started; the others have been stopped.
     """
     places = deployment.of("actor")
     logger.info("%d training process(es), %s", len(places), config.actor.training_backend)
@@ -95,7 +95,7 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
 
 
 def saves_shards(config: Config, deployment: Deployment) -> bool:
-    """Tell whether the processes that train write checkpoints, each its part."""
+    """Return whether each training process writes its own checkpoint shard."""
     wanted = config.runner.checkpoint_format
     return wanted == "sharded" or (wanted == "auto" and len(deployment.of("actor")) > 1)
 
@@ -113,12 +113,7 @@ def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> Pol
 
 
 class ActorWorker(SendingWorker):
-    """A training process: one of those that share a model (fsdp, megatron), or the only one (native).
-
-    Args:
-        config: the run.
-        deployment: where everything of it is.
-    """
+    """A training process: one of several that share a model (fsdp, megatron), or the only one (native)."""
 
     def __init__(self, config: Config, deployment: Deployment) -> None:
         self._updates: list[Any] = []
@@ -137,28 +132,27 @@ class ActorWorker(SendingWorker):
 
     @property
     def engine(self) -> PolicyTrainEngine:
-        """The engine, with all that it needs on its device."""
+        """The engine, fully onloaded to its device."""
         self._engine.onload()
         return self._engine
 
     def stream(self, wanted: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
-        with self._engine.present():  # they may be away when a process is restarted
+        with self._engine.present():  # the process may restart while the weights are offloaded
             yield from self._engine.weights(wanted)
 
     @dispatch("one_to_all")
     def offload(self) -> tuple[str, int, int] | None:
-        """Take what trains off the device; return the device, and the bytes there before and after."""
+        """Offload the training state; return the device and the bytes allocated there before and after."""
         report = self._engine.offload()
         return None if report is None else (str(report.device), report.before, report.after)
 
     @dispatch("one_to_all")
     def take_peak_memory(self) -> int | None:
-        """See ``TrainEngine.take_peak_memory``."""
         return self._engine.take_peak_memory()
 
     @dispatch("one_to_all")
     def attach(self, update: str, config: Config) -> int:
-        """Make an update that drives the engine; return its number."""
+        """Create an update that drives the engine; return its number."""
         self._updates.append(self.engine.attach(update, config))
         return len(self._updates) - 1
 
@@ -166,13 +160,9 @@ class ActorWorker(SendingWorker):
     def call_update(
         self, number: int, method: str, args: list[Any], generators: dict[int, str]
     ) -> tuple[Any, dict[int, str], Counters]:
-        """Call a method of an update; return its answer (from rank 0 alone), the generators' states, and the counters.
+        """Call a method of an update; return the result (rank 0 only), the generator states, and the counters.
 
-        Args:
-            number: of the update.
-            method: its name.
-            args: of the method.
-            generators: place among the arguments -> state of a generator.
+        ``generators`` maps positions among the arguments to generator states.
         """
         for place, state in generators.items():
             args[place] = torch.Generator()
@@ -184,13 +174,13 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def complete_update(self) -> Counters:
-        """Raise the version by one; return the counters."""
+        """Increment the version; return the counters."""
         self.engine.complete_update()
         return self.engine.counters()
 
     @dispatch("one_to_all")
     def shapes(self) -> StateShapes | None:
-        """Return what a saved state must have, from rank 0 alone."""
+        """Return the expected shapes of a saved state, from rank 0 only."""
         found = self.engine.state.shapes()
         return found if self.rank == 0 else None
 
@@ -200,7 +190,7 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def gather(self, section: str, names: list[str]) -> dict[str, Tensor] | None:
-        """Return whole tensors of the state, from rank 0 alone."""
+        """Return whole tensors of the state, from rank 0 only."""
         found = self.engine.state.gather(section, names)
         return found if self.rank == 0 else None
 
@@ -218,7 +208,7 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def save_shards(self, directory: str) -> FileFacts | tuple[int, str]:
-        """Write this process's part of the state; return its files, or what is wrong with the disk."""
+        """Write this process's shard of the state; return its files, or the disk error."""
         try:
             return self.engine.save_shards(Path(directory))
         except OSError as error:
@@ -230,11 +220,9 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def process_id(self) -> int:
-        """Return the id of this process."""
         return os.getpid()
 
     def close(self) -> None:
-        """Leave the process groups."""
         self.close_sender()
         if dist.is_initialized():
             dist.destroy_process_group()

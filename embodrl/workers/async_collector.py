@@ -1,7 +1,7 @@
 """Rollouts that continue while the policy trains.
 
-Each stage of environments has a thread, which runs one shard after the other: T chunks of the stage's environments,
-from fresh episodes, or one episode each of a workflow. A StalenessGate says when a shard may begin and which shards an
+Each pipeline stage has a thread that runs one shard after another: T chunks of the stage's environments from fresh
+episodes, or one workflow episode per environment. A StalenessGate decides when a shard may begin and which shards an
 update takes.
 
 Shapes: T policy steps (chunks), B environments.
@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from torch import Tensor
 
-from embodrl.config.explain import flow
 from embodrl.config.identity import ABSENT, changes, describe, record_of, settings_read
 from embodrl.config.schema import Config
+from embodrl.config.yaml_text import flow
 from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
@@ -36,48 +37,42 @@ from embodrl.workers.staleness import StalenessGate
 
 logger = logging.getLogger(__name__)
 
-# How long a signal may wait until it is looked at.
+# Polling interval for stop signals, in seconds.
 _POLL_S = 0.1
-# How long threads may take to end once a signal has come, as a fraction of runner.stop_timeout_s.
+# Time for threads to end after a stop signal, as a fraction of runner.stop_timeout_s.
 _JOIN = 0.5
-# Simulators keep a journal, from which synchronous runs are resumed bit-exactly; here it only grows.
+# Simulators keep a journal for bit-exact resume of synchronous runs; asynchronous runs never read it, so it would only
+# grow.
 _SHARDS_A_JOURNAL = 64
 PLAYERS = "players"
-"""What the numbers of shards depend on apart from settings: how many shards a rollout of all environments is."""
+"""Non-setting inputs of the shard numbering: the number of shards that a rollout of all environments takes."""
 
 
 class EpisodeRunner(Protocol):
-    """A group of environments with a thread of its own."""
+    """A group of environments with its own thread."""
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return the shard, with ``shard_meta``.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True.
+            InterruptedError: ``should_stop`` returned True.
         """
         ...
 
     def rebuild(self) -> None:
-        """Let the simulators forget what they have run."""
+        """Make the simulators drop their history."""
         ...
 
 
 def workflow_runner() -> WorkflowRunnerSpec:
-    """Return what plays the episodes of ``rollout.workflow``: the first that is registered."""
+    """Return the runner factory of ``rollout.workflow``: the first one registered."""
     return WORKFLOW_RUNNERS.all()[0]
 
 
 def make_runners(
     config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging = NOT_JUDGED
 ) -> list[EpisodeRunner]:
-    """Return a player a pipeline stage.
-
-    Args:
-        config: the run.
-        pool: started.
-        engine: engine with weights of its own.
-        judging: what the rewards ask for.
-    """
+    """Return one runner per pipeline stage; ``engine`` has its own copy of the weights."""
     if config.rollout.workflow is None:
         return [*make_lockstep_runners(config, pool, engine, judging)]
     parts = pool.split(config.rollout.pipeline_stages)
@@ -85,19 +80,45 @@ def make_runners(
     return [make(config, part, engine, judging.keep_frames) for part in parts]
 
 
-class AsyncCollector:
-    """Gathers as ``SyncCollector`` does, up to ``runner.max_staleness`` updates ahead.
+@dataclass
+class _Shards:
+    """Shards by number.
 
-    The weights are swapped between two chunks, so that an episode may be run by several versions; each chunk carries
-    its own. Which episodes are run is as in a synchronous run; what happens in them depends on when weights arrive.
+    Attributes:
+        next: number of the next shard that was never begun.
+        again: numbers to begin again.
+        finished: shards that wait for an update, or were given to the current one.
+        env_steps_dropped: steps of shards that were too old, since the last update.
+    """
+
+    next: int = 0
+    again: list[int] = field(default_factory=list[int])
+    finished: dict[int, TrajectoryBatch] = field(default_factory=dict[int, TrajectoryBatch])
+    env_steps_dropped: int = 0
+
+
+@dataclass
+class _Update:
+    """The current update: shards requested beyond its batch, groups so far, seconds waited, and its rollouts."""
+
+    extra: int = 0
+    num_groups: int = 0
+    waited_s: float = 0.0
+    metas: list[ShardMeta] = field(default_factory=list[ShardMeta])
+
+
+class AsyncCollector:
+    """Gathers like ``SyncCollector``, up to ``runner.max_staleness`` updates ahead.
+
+    The weights are swapped between two chunks, so one episode may span several versions; each chunk records its
+    version. The choice of episodes is the same as in a synchronous run; their course depends on when weights arrive.
 
     Args:
-        config: the run.
-        schedule: episodes of all environments, of which each runner has as many.
+        schedule: episodes of all environments, divided equally among the runners.
         runners: runners in the order of their environments.
-        target: object that gets the weights that the runners act with.
-        should_stop: function asked while waiting; if it answers True, ``gather`` raises InterruptedError.
-        rewards: judge the episodes of the shards; checkpoints keep the rewards that are known.
+        target: receives the weights that the runners act with.
+        should_stop: polled while waiting; if it returns True, ``gather`` raises InterruptedError.
+        rewards: computes the rewards of the shards; checkpoints keep the rewards that are already known.
     """
 
     def __init__(
@@ -117,36 +138,27 @@ class AsyncCollector:
         self.rewards = rewards
         count = len(self.runners)
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
-        self._next_shard = 0
-        self._again: list[int] = []
-        self._finished: dict[int, TrajectoryBatch] = {}
-        self._env_steps_dropped = 0
-        self._extra = 0  # shards that the present update asked for beyond its batch
-        self._num_groups = 0  # of the present update so far
+        self._shards = _Shards()
+        self._update = _Update()
         # Guards the gate and the fields that both the trainer and the stages change.
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._drained = False
         self._closing = False
-        self._waited_s = 0.0
-        self._metas: list[ShardMeta] = []
         self._threads: list[threading.Thread] = []
 
-    # -- the side of the trainer --------------------------------------------------------------------------------------
+    # -- trainer side --------------------------------------------------------------------------------------------------
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """The shards of an update, once they are there; the same ones again if it is asked twice."""
+        """Return the shards of an update once they are ready; the same shards if called again."""
         self.undo()
-        self._metas = []
-        self._waited_s = 0.0
-        self._extra = 0
-        self._num_groups = 0
+        self._update = _Update()
         return self._gather(self.gate.batch_size)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """One more shard per stage, as many environments as there are."""
+        """Return one more shard per stage, covering as many environments."""
         with self._changed:
-            self._extra += len(self.runners)
+            self._update.extra += len(self.runners)
             self._changed.notify_all()
         return self._gather(len(self.runners), more=True)
 
@@ -159,57 +171,56 @@ class AsyncCollector:
                     raise InterruptedError
                 self._changed.wait(_POLL_S)
             self.gate.give_out(chosen)
-            batches = [self._finished[shard] for shard in chosen]
+            batches = [self._shards.finished[shard] for shard in chosen]
             # Steps of dropped shards count once, with the first batch of the update.
-            dropped = 0 if more else self._env_steps_dropped
+            dropped = 0 if more else self._shards.env_steps_dropped
             metrics: Metrics = {
                 "staleness/queue": float(len(self.gate.waiting)),
                 "staleness/running": float(len(self.gate.running)),
                 "staleness/rejected_shards": float(self.gate.rejected),
             }
             self._changed.notify_all()
-        self._waited_s += time.perf_counter() - clock
-        self._metas += [meta_of(batch) for batch in batches]
-        metrics["time/wait_s"] = self._waited_s
-        whole = _join(batches, dropped, self._num_groups)
-        self._num_groups = int(whole["group_id"].max()) + 1
-        return whole, rollout_metrics(self._metas) | metrics
+        self._update.waited_s += time.perf_counter() - clock
+        self._update.metas += [meta_of(batch) for batch in batches]
+        metrics["time/wait_s"] = self._update.waited_s
+        whole = _join(batches, dropped, self._update.num_groups)
+        self._update.num_groups = int(whole["group_id"].max()) + 1
+        return whole, rollout_metrics(self._update.metas) | metrics
 
     def _choose(self, count: int) -> list[int] | None:
         if self._failure is not None:
             raise self._failure
         # Shards that are too old were simulated, so their steps still count as environment steps.
         for shard in self.gate.drop_too_old():
-            self._env_steps_dropped += int(self._finished.pop(shard).meta["env_steps"])
+            self._shards.env_steps_dropped += int(self._shards.finished.pop(shard).meta["env_steps"])
         return self.gate.choose(count)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Further shards may begin."""
         # Outside the lock: sending takes long, and a stage that finishes a shard meanwhile needs it.
         self.target.update_weights(weights, version)
-        # Only now: until the update is done, ``undo`` may put them back.
+        # Only now: until the update is complete, ``undo`` may requeue them.
         with self._changed:
             for shard in self.gate.given_out:
-                del self._finished[shard]
+                del self._shards.finished[shard]
             self.gate.update(version)
-            self._extra = 0  # they are counted as rejected now
-            self._env_steps_dropped = 0
+            self._update.extra = 0  # counted as rejected from now on
+            self._shards.env_steps_dropped = 0
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Its threads alone make requests, and a signal does not interrupt them."""
+        """Nothing to wait for: only the collector's threads make requests, and a signal does not interrupt them."""
 
     def undo(self) -> None:
-        """The shards that were given out wait for the next update."""
+        """Requeue the current update's shards for the next update."""
         with self._changed:
             self.gate.take_back()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Shards under way are run to their end, and none begins.
+        """Finish the running shards without starting new ones.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True.
+            InterruptedError: ``should_stop`` returned True.
         """
         with self._changed:
             self._drained = True
@@ -220,7 +231,7 @@ class AsyncCollector:
                     if self.should_stop():
                         raise InterruptedError
                     self._changed.wait(_POLL_S)
-            except BaseException:  # a signal too must let the threads continue; raised again
+            except BaseException:  # also after a signal, which is re-raised: the threads must continue
                 self._drained = False
                 self._changed.notify_all()
                 raise
@@ -232,19 +243,19 @@ class AsyncCollector:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Interrupt shards in progress and end the threads; those that hang are left alone if the run ends soon."""
+        """Interrupt running shards and join the threads; hung threads are abandoned if the run is about to end."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         deadline = time.monotonic() + _JOIN * self.config.runner.stop_timeout_s
         while any(thread.is_alive() for thread in self._threads):
             if stop_requested.is_set() and time.monotonic() > deadline:
-                logger.warning("a rollout that hangs is left alone, as the run is to end")
+                logger.warning("a hung rollout is abandoned because the run is ending")
                 return
             for thread in self._threads:
                 thread.join(_POLL_S)
 
-    # -- the side of the stages ---------------------------------------------------------------------------------------
+    # -- the side of the stages ----------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         if not self._threads:
@@ -258,7 +269,7 @@ class AsyncCollector:
 
     def _work(self, episode_runner: EpisodeRunner) -> None:
         try:
-            # Until the end: a simulator that this thread has restarted would end with it.
+            # Kept until the end: a simulator that this thread restarted would die with it.
             rolled_out = 0
             while (number := self._begin()) is not None:
                 batch = self._roll_out(episode_runner, number)
@@ -268,26 +279,27 @@ class AsyncCollector:
                 with self._changed:
                     if batch is None:
                         self.gate.abandon(number)
-                        self._again.append(number)
+                        self._shards.again.append(number)
                     else:
                         self.gate.finish(number)
-                        self._finished[number] = batch
+                        self._shards.finished[number] = batch
                     self._changed.notify_all()
-        except BaseException as error:  # noqa: BLE001  (raised where the trainer waits)
+        except BaseException as error:  # noqa: BLE001  (re-raised in the waiting trainer)
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _begin(self) -> int | None:
-        """Wait until a shard may begin; return its number, or None at the end."""
+        """Wait until a shard may begin; return its number, or None when no shard is left."""
         with self._changed:
             while not self._breaks_off():
-                # The last updates need only their own shards; rejected and extra ones are replaced.
-                wanted = self.config.runner.max_iterations * self.gate.batch_size + self.gate.rejected + self._extra
-                enough = self._next_shard - len(self._again) >= wanted
+                # The last updates need exactly their own shards; rejected and extra shards are replaced.
+                replaced = self.gate.rejected + self._update.extra
+                wanted = self.config.runner.max_iterations * self.gate.batch_size + replaced
+                enough = self._shards.next - len(self._shards.again) >= wanted
                 if not (enough or self._drained) and self.gate.capacity():
-                    shard = self._again.pop(0) if self._again else self._next_shard
-                    self._next_shard = max(self._next_shard, shard + 1)
+                    shard = self._shards.again.pop(0) if self._shards.again else self._shards.next
+                    self._shards.next = max(self._shards.next, shard + 1)
                     self.gate.begin(shard)
                     self._changed.notify_all()
                     return shard
@@ -295,14 +307,13 @@ class AsyncCollector:
         return None
 
     def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
-        """Return a shard; None if it was interrupted."""
-        # All about a shard follows from its number, so that it is the same whichever stage runs it, and after a resume.
+        # A shard is determined by its number alone, so it is the same on any stage and after a resume.
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.runners))
         seeds, task_ids = self.schedule.draw(iteration, epoch)
         size = self.schedule.num_envs // len(self.runners)
         rows = slice(part * size, (part + 1) * size)
-        # Numbers within the shard only: ``_join`` numbers the groups of a whole batch.
+        # Group numbers are local to the shard: ``_join`` renumbers the groups of the whole batch.
         groups = self.schedule.group_ids(0)[rows]
         shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
         try:
@@ -311,20 +322,20 @@ class AsyncCollector:
             return None
 
     def _breaks_off(self) -> bool:
-        """Return whether no shard is wanted any more; one that is under way starts again when the run is resumed."""
+        """Return whether no more shards are needed; a running shard starts over when the run resumes."""
         return self._closing or self._failure is not None or stop_requested.is_set()
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def reset_history(self) -> None:
-        """``state`` holds no simulators, since a shard that is under way starts again."""
+        """Do nothing: ``state`` holds no simulators, since a running shard starts over."""
 
     def state(self) -> RolloutState:
-        """The shards that wait, and the numbers of those that will start again."""
+        """Return the waiting shards and the numbers of the shards to start over."""
         with self._changed:
-            # An error may have left an update unfinished, whose shards are needed again.
+            # An error may have left an update unfinished; its shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
-            batches = {shard: self._finished[shard].replace() for shard in waiting}
+            batches = {shard: self._shards.finished[shard].replace() for shard in waiting}
             shards = {
                 str(shard): {
                     "began": began,
@@ -337,11 +348,11 @@ class AsyncCollector:
             tensors = {f"shard_{shard}": batch_to_tensors(batch) for shard, batch in batches.items()}
             state: dict[str, object] = {
                 "shards": shards,
-                # Shards that run now start again as well: a checkpoint does not wait for them.
-                "again": sorted([*self._again, *self.gate.running]),
-                "next_shard": self._next_shard,
+                # Running shards start over as well: a checkpoint does not wait for them.
+                "again": sorted([*self._shards.again, *self.gate.running]),
+                "next_shard": self._shards.next,
                 "rejected": self.gate.rejected,
-                "env_steps_dropped": self._env_steps_dropped,
+                "env_steps_dropped": self._shards.env_steps_dropped,
                 **record_of(shard_settings(self.config, len(self.runners))),
             }
         return RolloutState(state, tensors)
@@ -350,7 +361,7 @@ class AsyncCollector:
         state = saved.state
         if "shards" not in state:
             raise CheckpointError(
-                "the checkpoint is that of a synchronous run",
+                "the checkpoint belongs to a synchronous run",
                 "resume with runner.max_staleness=0",
                 code="checkpoint-other-settings",
             )
@@ -358,9 +369,9 @@ class AsyncCollector:
         now = shard_settings(self.config, len(self.runners))
         if before.get(PLAYERS, now[PLAYERS]) != now[PLAYERS]:
             raise CheckpointError(
-                f"the checkpoint holds rollouts of {before[PLAYERS]} player(s), and now there are {now[PLAYERS]}",
-                "resume with as many rollout processes in cluster.component_placement as before, or, where the main"
-                " process runs, with the same rollout.pipeline_stages",
+                f"the checkpoint holds rollouts of {before[PLAYERS]} runner(s), but this run has {now[PLAYERS]}",
+                "resume with as many rollout processes in cluster.component_placement as before or, if the main"
+                " process acts, with the same rollout.pipeline_stages",
                 code="checkpoint-other-settings",
             )
         before, now = ({key: value for key, value in each.items() if key != PLAYERS} for each in (before, now))
@@ -369,25 +380,25 @@ class AsyncCollector:
             hint = " ".join(f"{name}={flow(old)}" for name, (old, _) in other.items() if old is not ABSENT)
             raise CheckpointError(
                 f"the checkpoint holds rollouts made with other settings: {describe(other)}",
-                f"resume with {hint}" if hint else "resume with the settings that the run began with",
+                f"resume with {hint}" if hint else "resume with the settings that the run started with",
                 code="checkpoint-other-settings",
             )
         with self._changed:
             self.gate.version = version
             self.gate.rejected = state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
-            self._finished = {
+            self._shards.finished = {
                 int(shard): batch_from_tensors(saved.tensors[f"shard_{shard}"], entry["batch_size"], entry["meta"])
                 for shard, entry in state["shards"].items()
             }
             for shard, entry in state["shards"].items():
                 if self.rewards is not None:
                     self.rewards.adopt(
-                        self._finished[int(shard)], {"outcomes": entry.get("rewards", []), "waited_s": 0.0}
+                        self._shards.finished[int(shard)], {"outcomes": entry.get("rewards", []), "waited_s": 0.0}
                     )
-            self._again = list(state["again"])
-            self._next_shard = state["next_shard"]
-            self._env_steps_dropped = state["env_steps_dropped"]
+            self._shards.again = list(state["again"])
+            self._shards.next = state["next_shard"]
+            self._shards.env_steps_dropped = state["env_steps_dropped"]
 
 
 _EPISODES = (
@@ -396,17 +407,17 @@ _EPISODES = (
     *("algorithm.group_size", "algorithm.rollout_epoch", "algorithm.loss_type", "algorithm.bootstrap_type"),
     *("algorithm.reward_type", "algorithm.sampling.", "algorithm.srpo."),
 )
-"""Settings that the episodes of shards depend on; the others are those of what is learned from them."""
+"""Settings that the episodes of shards depend on; all other settings affect only learning."""
 
 
 def shard_settings(config: Config, num_runners: int) -> dict[str, object]:
-    """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
+    """Return the settings that shards depend on, by key, as decoded from JSON; other settings make shards unusable."""
     shaped = ("algorithm.gamma",) if config.env.reward_mode == "potential" else ()
     return {**settings_read(config, "train", only=(*_EPISODES, *shaped)), PLAYERS: num_runners}
 
 
 def _join(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:
-    """Return shards as one batch, whose groups have numbers of their own, from ``num_groups``."""
+    """Concatenate shards into one batch with globally unique group numbers, starting at ``num_groups``."""
     parts: list[TrajectoryBatch] = []
     for batch in batches:
         assert batch.group_id is not None

@@ -1,4 +1,4 @@
-"""Gathering experience: the policy acts, the environments answer, and the chunks become a TrajectoryBatch.
+"""Gathering experience: the policy acts, the environments respond, and the chunks become a TrajectoryBatch.
 
 Shapes: T policy steps (chunks), B environments.
 """
@@ -31,24 +31,19 @@ Metrics = dict[str, float | None]
 logger = logging.getLogger(__name__)
 
 LOST = "lost"
-"""Key of the state of a rollout process that died as the run was to end: its successor has fresh simulators."""
-_BRANCH_POINTS = 1  # tells their random numbers from those of the reset seeds
+"""State key of a rollout process that died while the run was stopping: its replacement starts fresh simulators."""
+_BRANCH_POINTS = 1  # separates its random numbers from the reset seeds
 
 
 @dataclass(frozen=True)
 class Share:
-    """The slice of a run's environments that a rollout process has: equal for all, in order.
-
-    Attributes:
-        rank: rank of the rollout process.
-        count: number of rollout processes.
-    """
+    """The contiguous slice of a run's environments that a rollout process owns; all slices have equal size."""
 
     rank: int = 0
     count: int = 1
 
     def rows(self, total: int) -> slice:
-        """Return this process's rows of ``total``, a multiple of ``count``."""
+        """Return this process's rows of ``total``, which must be a multiple of ``count``."""
         size = total // self.count
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -57,7 +52,7 @@ WHOLE = Share()
 
 
 def share_config(config: Config, share: Share) -> Config:
-    """Return the configuration of a run of this share alone: its environments and simulator processes."""
+    """Return the run configuration restricted to this share's environments and simulator processes."""
     count = share.count
     if count == 1:
         return config
@@ -72,13 +67,7 @@ def share_config(config: Config, share: Share) -> Config:
 
 @dataclass
 class RolloutState:
-    """What a resumed run needs of its rollouts.
-
-    Attributes:
-        state: what can be written as JSON.
-        tensors: groups of tensors by name.
-        blobs: opaque bytes by name.
-    """
+    """Rollout state that a resumed run needs: JSON-serialisable values, named groups of tensors, named opaque bytes."""
 
     state: dict[str, Any]
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
@@ -86,13 +75,7 @@ class RolloutState:
 
 
 class Snapshot(TypedDict):
-    """Where a collector is, for one that takes its place.
-
-    Attributes:
-        metas: descriptions of the rollouts of the update under way.
-        random: state of the random numbers.
-        before: the same at the beginning of the update; None if none is under way.
-    """
+    """Position of a collector, for its replacement; ``before`` is the random state at the update's start, if in one."""
 
     metas: list[ShardMeta]
     random: list[str]
@@ -100,7 +83,7 @@ class Snapshot(TypedDict):
 
 
 class Collector(Protocol):
-    """Where the batches that a run trains on come from."""
+    """Source of the batches that a run trains on."""
 
     config: Config
 
@@ -108,77 +91,61 @@ class Collector(Protocol):
         """Return the batch of an update, and metrics.
 
         Raises:
-            InterruptedError: the run is to stop; ``undo`` follows.
+            InterruptedError: the run is stopping; call ``undo`` next.
         """
         ...
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """Return a further batch for the same update; metrics are of all since ``gather``.
-
-        Args:
-            iteration: see ``gather``.
-            epoch: rollouts that the iteration has had.
+        """Return another batch for the update, number ``epoch`` of the iteration; metrics cover all since ``gather``.
 
         Raises:
-            InterruptedError: as ``gather``.
+            InterruptedError: as in ``gather``.
         """
         ...
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Act with these weights from the next chunk on.
-
-        Args:
-            weights: names and tensors of the policy.
-            version: updates that they have seen.
-        """
+        """Act with these weights from the next chunk on."""
         ...
 
     def undo(self) -> None:
-        """Be as before ``gather``: the update that it was for does not happen."""
+        """Return to the state before ``gather``, because its update is cancelled."""
         ...
 
     def drain(self) -> None:
-        """Wait for what an interruption left in progress, so that ``undo`` and ``state`` can ask for other things."""
+        """Wait until interrupted requests have finished, so that ``undo`` and ``state`` can send new ones."""
         ...
 
     def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which the environments are left to somebody else."""
+        """Return a context in which other code may use the environments."""
         ...
 
     def reset_history(self) -> None:
-        """See to it that what follows depends on nothing but ``state``."""
+        """Ensure that everything from here on depends only on ``state``."""
         ...
 
     def state(self) -> RolloutState:
-        """Return what is needed to continue."""
+        """Return the state needed to continue."""
         ...
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """Continue from a state of ``state``, with weights that have seen ``version`` updates.
+        """Continue from a result of ``state``, with weights of ``version`` updates.
 
         Raises:
-            CheckpointError: it was made with other settings.
+            CheckpointError: the state was made with other settings.
         """
         ...
 
     def close(self) -> None:
-        """End what is under way."""
+        """Stop everything in progress."""
         ...
 
 
 class SyncCollector:
-    """Runs ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
+    """Runs ``rollout_epoch`` rollouts of T chunks in all environments while nothing else runs.
 
-    Every rollout begins with fresh episodes, whose seeds follow from ``runner.seed`` and the iteration; environments
-    of a group (``algorithm.group_size``) get the same ones. With ``algorithm.branch`` they begin in the midst of one.
-
-    Args:
-        config: the run.
-        pool: started.
-        engine: the policy.
-        should_stop: function asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
-        judging: what the rewards ask for.
-        share: part of the run's environments that the pool has.
+    Every rollout starts fresh episodes with seeds derived from ``runner.seed`` and the iteration; environments of a
+    group (``algorithm.group_size``) get the same seed. With ``algorithm.branch`` they start in the middle of an
+    episode. ``should_stop`` is called before every chunk; if it returns True, ``gather`` raises InterruptedError.
     """
 
     def __init__(
@@ -199,10 +166,10 @@ class SyncCollector:
         self.seconds = Seconds()
         self.stats = EpisodeStats()
         self._prefix_steps = 0
-        # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.
+        # Random state at the mark that an interrupted rollout returns to; None before the first update.
         self._before: list[str] | None = None
 
-    # Made with the first rollout: a collector that is closed before has nothing to release.
+    # Created with the first rollout: a collector that is closed earlier has nothing to release.
     @cached_property
     def stages(self) -> list[LockstepRunner]:
         """The groups of environments that take turns."""
@@ -211,7 +178,7 @@ class SyncCollector:
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         self.seconds = Seconds()
         self.stats = EpisodeStats()
-        if self._before is None:  # a second attempt at the same update goes back to the same mark
+        if self._before is None:  # a second attempt at the same update returns to the same mark
             self.pool.call("mark", restart=True)
             self._before = self.engine.random_state()
         return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
@@ -220,8 +187,8 @@ class SyncCollector:
         return self._rollouts(iteration, range(epoch, epoch + 1))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Where the engine shares the weights, only the version is new."""
-        # The update is done, so that ``undo`` has nothing to go back to.
+        """Record the version; if the engine shares the weights, nothing else changes."""
+        # The update is complete: ``undo`` has nothing to roll back.
         self._before = None
         self.engine.update_weights(weights, version)
 
@@ -236,11 +203,11 @@ class SyncCollector:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two rollouts the environments have nothing to do."""
+        """Do nothing: the environments are idle between two rollouts."""
         yield
 
     def reset_history(self) -> None:
-        """Simulators carry history that a checkpoint would have to replay."""
+        """Drop the simulators' history, which a checkpoint would have to replay."""
         self.pool.call("rebuild", restart=True)
 
     def state(self) -> RolloutState:
@@ -252,13 +219,13 @@ class SyncCollector:
         if "processes" in saved.state:
             count = len(saved.state["processes"])
             raise CheckpointError(
-                f"the checkpoint was made with {count} rollout processes, not with one",
+                f"the checkpoint was made with {count} rollout processes, but this run has one",
                 f"resume with {count} of them in cluster.component_placement",
                 code="checkpoint-other-settings",
             )
         if "random" not in saved.state and LOST not in saved.state:
             raise CheckpointError(
-                "the checkpoint is that of an asynchronous run",
+                "the checkpoint belongs to an asynchronous run",
                 "resume with runner.max_staleness above 0, as before",
                 code="checkpoint-other-settings",
             )
@@ -270,12 +237,12 @@ class SyncCollector:
 
     def _load_simulators(self, saved: RolloutState) -> None:
         processes = len(self.pool.managers)
-        if not saved.blobs:  # of simulators that can't tell their state
+        if not saved.blobs:  # of simulators that cannot save their state
             logger.warning("the checkpoint has no simulators: the next rollout begins with fresh ones")
             return
         if len(saved.blobs) != processes:
             raise CheckpointError(
-                f"the checkpoint was made with {len(saved.blobs)} simulator processes, not with {processes}",
+                f"the checkpoint was made with {len(saved.blobs)} simulator processes, but this run has {processes}",
                 f"resume with env.num_processes={len(saved.blobs)}",
                 code="checkpoint-other-settings",
             )
@@ -287,13 +254,13 @@ class SyncCollector:
         except ValueError as error:
             threads = len(random)
             raise CheckpointError(
-                f"the checkpoint was made with {threads} threads, not with {self.engine.num_threads}",
+                f"the checkpoint was made with {threads} threads, but this run has {self.engine.num_threads}",
                 f"resume with cluster.num_threads={threads}",
                 code="checkpoint-other-settings",
             ) from error
 
     def close(self) -> None:
-        if "stages" in self.__dict__:  # not merely to be closed
+        if "stages" in self.__dict__:  # opened for more than closing
             for stage in self.stages:
                 stage.play.release()
 
@@ -302,23 +269,19 @@ class SyncCollector:
         parts = [part for epoch in epochs for part in self._roll_out(iteration, epoch)]
         self.engine.offload()
         batch = TrajectoryBatch.concat(parts)
-        # Steps on the way to the branch points were simulated, and are in no batch.
+        # Steps on the way to the branch points were simulated but belong to no batch.
         batch.meta["env_steps"] = int(batch.valid.sum()) + self._prefix_steps
         return batch, rollout_metrics(self.metas())
 
     def snapshot(self) -> Snapshot:
-        """Return what a worker in the place of this one needs to continue with the same update; see ``restore``."""
+        """Return the state that a replacement worker needs to continue the same update; see ``restore``."""
         return {"metas": self.metas(), "random": self.engine.random_state(), "before": self._before}
 
     def restore(self, carried: Snapshot) -> None:
-        """Continue from what ``snapshot`` returned elsewhere, with fresh simulators.
-
-        Args:
-            carried: ``before`` is None, and ``metas`` is empty, if no update is under way.
-        """
+        """Continue from a ``snapshot``, with fresh simulators; ``before`` is None between updates."""
         self.engine.set_random_state(carried["random"])
         if carried["before"] is not None:
-            # The mark is gone with the predecessor's simulators, so the fresh ones are marked as they are.
+            # The mark was lost with the predecessor's simulators, so the fresh ones are marked in their current state.
             self.pool.call("mark", restart=True)
             self._before = carried["before"]
             for meta in carried["metas"]:
@@ -326,18 +289,13 @@ class SyncCollector:
                 self.seconds.merge(Seconds(**meta["seconds"]))
 
     def metas(self) -> list[ShardMeta]:
-        """Return what is known of the rollouts since ``gather``; see ``rollout_metrics``."""
+        """Return the metadata of the rollouts since ``gather``; see ``rollout_metrics``."""
         return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
     def _begin(self, iteration: int, epoch: int) -> None:
-        """Start fresh episodes in all environments, and play to their branch points.
-
-        Raises:
-            InterruptedError: ``should_stop`` answered True.
-        """
         branches = self.config.algorithm.branch.enabled
         if branches:
-            self.pool.call("rebuild", restart=True)  # a state that is restored by replay then has one episode to replay
+            self.pool.call("rebuild", restart=True)  # then a state restored by replay has only one episode to replay
         seeds, tasks = self.schedule.draw(iteration, epoch)
         for stage in self.stages:
             stage.begin(seeds[stage.rows], tasks[stage.rows])
@@ -346,11 +304,6 @@ class SyncCollector:
             self._prefix_steps += sum(stage.branch(points[stage.rows], self.should_stop) for stage in self.stages)
 
     def _roll_out(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
-        """Return one rollout of all environments, a batch a stage.
-
-        Raises:
-            InterruptedError: ``should_stop`` answered True.
-        """
         self._begin(iteration, epoch)
         take_turns([stage.play for stage in self.stages], self.should_stop)
         groups = self.schedule.group_ids(epoch)
@@ -362,7 +315,7 @@ class SyncCollector:
 
 
 def rollout_metrics(metas: Sequence[ShardMeta]) -> Metrics:
-    """Return the metrics of some rollouts from what ``shard_meta`` tells of each."""
+    """Return the combined metrics of rollouts from their ``shard_meta``."""
     stats = EpisodeStats()
     seconds = Seconds()
     for meta in metas:
@@ -374,14 +327,7 @@ def rollout_metrics(metas: Sequence[ShardMeta]) -> Metrics:
 
 @dataclass(frozen=True)
 class EpisodeSchedule:
-    """The episodes at the start of an iteration.
-
-    Args:
-        config: the run.
-        num_envs: B of the run.
-        num_tasks: tasks that take turns.
-        share: share whose rows are requested.
-    """
+    """The initial episodes of each iteration."""
 
     config: Config
     num_envs: int
@@ -390,7 +336,6 @@ class EpisodeSchedule:
 
     @property
     def rows(self) -> slice:
-        """Of the share."""
         return self.share.rows(self.num_envs)
 
     def draw(self, iteration: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -400,7 +345,7 @@ class EpisodeSchedule:
             iteration = 0
             epoch = 0
         groups = np.arange(self.num_envs) // self.config.algorithm.group_size
-        # Seeds of the whole run are drawn and the share's cut out, so that they do not depend on the number of
+        # Seeds of the whole run are drawn before taking the share's rows, so that they do not depend on the number of
         # processes.
         sequence = np.random.SeedSequence([self.config.runner.seed, train.seed, iteration, epoch])
         drawn = sequence.generate_state(int(groups[-1]) + 1, np.uint32) >> np.uint32(1)
@@ -408,15 +353,15 @@ class EpisodeSchedule:
         return drawn[groups].astype(np.int64)[self.rows], tasks.astype(np.int32)[self.rows]
 
     def branch_points(self, iteration: int, epoch: int) -> NDArray[np.int64]:
-        """Return ``int64[b]`` of the share: chunks before the episodes of each group begin, equal within a group."""
+        """Return ``int64[b]`` of the share: number of chunks before each episode starts, equal within a group."""
         config = self.config
         groups = np.arange(self.num_envs) // config.algorithm.group_size
-        # Drawn for the whole run, as the seeds are.
+        # Drawn for the whole run, like the seeds.
         rng = np.random.default_rng([config.runner.seed, config.env.train.seed, iteration, epoch, _BRANCH_POINTS])
         return rng.integers(config.branch_chunks + 1, size=int(groups[-1]) + 1)[groups][self.rows]
 
     def group_ids(self, epoch: int) -> Tensor:
-        """Return ``int64[b]`` of the share; no two rollouts of an iteration have a group in common."""
+        """Return ``int64[b]`` of the share; group ids are unique across the rollouts of an iteration."""
         size = self.config.algorithm.group_size
         return (epoch * (self.num_envs // size) + torch.arange(self.num_envs) // size)[self.rows]
 
@@ -424,7 +369,7 @@ class EpisodeSchedule:
 def make_lockstep_runners(
     config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging = NOT_JUDGED
 ) -> list[LockstepRunner]:
-    """Return ``rollout.pipeline_stages`` stages of equal size."""
+    """Return ``rollout.pipeline_stages`` runners over equally many environments."""
     pools = pool.split(config.rollout.pipeline_stages)
     size = pool.spec.num_envs // len(pools)
     rows = [slice(i * size, (i + 1) * size) for i in range(len(pools))]

@@ -1,4 +1,4 @@
-"""Who labels what a policy sees, and acts in its place: scripted experts, or a person at a device.
+"""Correctors label the policy's observations and act in its place: scripted experts, or a person at a device.
 
 Shapes: B environments, C = 1 action in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -26,18 +26,18 @@ logger = logging.getLogger(__name__)
 
 
 Corrected = tuple[PolicyOutput, dict[str, Tensor]]
-"""The output with the actions that are to be executed, and columns of what is to be learned of the step."""
+"""The output with the actions to execute, and the columns to learn from."""
 
 
 class Corrector(Protocol):
-    """Decides in every policy step who acts."""
+    """Decides at every policy step who acts."""
 
     def begin(self, seeds: NDArray[np.int64]) -> None:
-        """Fresh episodes begin in all environments; ``seeds int64[B]``."""
+        """Fresh episodes begin in all environments, with ``seeds int64[B]``."""
         ...
 
     def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
-        """Return what is to be executed, and columns with ``source int8[B]``: see ``ReplayBuffer``."""
+        """Return the actions to execute, and columns including ``source int8[B]``; see ``ReplayBuffer``."""
         ...
 
     def after(self, step: EnvStep) -> None:
@@ -45,22 +45,18 @@ class Corrector(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what it holds."""
+        """Release resources."""
         ...
 
 
 class PersonCorrector:
-    """A person acts as long as a device is used.
-
-    Args:
-        device: of the person, opened; closed with the corrector.
-    """
+    """A person takes over while an input device is in use; the corrector closes the device."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
 
     def begin(self, seeds: NDArray[np.int64]) -> None:
-        """Nothing to do: a person sees that an episode begins."""
+        """Do nothing: the person sees that an episode begins."""
 
     def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
         wanted = wanted_action(self.device, output.actions.shape[-1])
@@ -70,19 +66,14 @@ class PersonCorrector:
         return output, {"source": source}
 
     def after(self, step: EnvStep) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
         self.device.close()
 
 
 class ExpertCorrector:
-    """Asks the experts of a pool once per policy step.
-
-    Args:
-        settings: section ``algorithm.dagger``.
-        pool: the environments, with experts.
-    """
+    """Queries the experts of a pool once per policy step."""
 
     def __init__(self, settings: DaggerConfig, pool: EnvPool) -> None:
         self.settings = settings
@@ -93,7 +84,7 @@ class ExpertCorrector:
         self._held: NDArray[np.int64] = np.zeros(size, np.int64)
 
     def begin(self, seeds: NDArray[np.int64]) -> None:
-        """Start the experts of fresh episodes, of whose seeds follows who acts when."""
+        """Start the experts of fresh episodes; the seeds determine who acts when."""
         self._rng = np.random.default_rng(seeds.tolist())
         self._start(np.arange(len(seeds)))
 
@@ -107,10 +98,10 @@ class ExpertCorrector:
             self._known[rows] = False
 
     def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
-        """Return the output with the actions that are to be executed, and what is to be learned of the step.
+        """Return the output with the actions to execute, and the columns to learn from.
 
-        The columns: ``images uint8[B,V,H,W,3]``, ``state float32[B,S]``, ``words uint8[B,W]`` (``encode_words``),
-        ``labels float32[B,1,A]``, ``chosen bool[B]`` (the label is to be stored), ``source int8[B]``.
+        Columns: ``images uint8[B,V,H,W,3]``, ``state float32[B,S]``, ``words uint8[B,W]`` (``encode_words``), ``labels
+        float32[B,1,A]``, ``chosen bool[B]`` (store the label), ``source int8[B]``.
         """
         known = self._known
         try:
@@ -140,10 +131,10 @@ class ExpertCorrector:
         return replace(output, actions=np.where(acts[:, None, None], labels, output.actions)), columns
 
     def after(self, step: EnvStep) -> None:
-        """Start the experts of the episodes that have begun with the end of others."""
+        """Start the experts of the episodes that began when others ended."""
         ended = np.flatnonzero(step.done)
         if len(ended):
             self._start(ended)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Attempts at tasks by experts or by a policy, one action at a time, and the episodes that are kept of them.
+"""Attempts at tasks by experts or a policy, one action at a time, and the collection of successful episodes.
 
 Shapes: B environments, C actions in a chunk, A action dimensions.
 """
@@ -32,41 +32,33 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS_PER_EPISODE = 10
 COMMIT_EPISODES = 50
-"""After so many episodes what was collected is committed, so that a kill costs no more."""
+"""Commit interval in episodes: a kill loses at most this many."""
 SHOWN = "action"
-"""In ``PolicyOutput.forward_inputs``: what a demonstration shows, ``float32[B,A]``, if not what is executed."""
+"""Key in ``PolicyOutput.forward_inputs``: demonstrated action, ``float32[B,A]``, if it differs from the executed one.
+"""
 
 
 _FREE = (r"collect\.(num_episodes|output_dir)", r"env\.train\.total_num_envs")
-"""Settings that an interrupted collection may be continued with other values of."""
+"""Settings that may change when an interrupted collection continues."""
 
 
 class Demonstrator(ABC):
-    """Chooses single actions ``float32[B,1,A]``; ``forward_inputs`` has what else a demonstration keeps, by its column.
+    """Chooses single actions ``float32[B,1,A]``; ``forward_inputs`` holds further columns of the demonstration.
 
-    Both methods raise EnvWorkerDied or EnvTimeout where a simulator process is lost.
+    Both methods raise EnvWorkerDied or EnvTimeout when a simulator process is lost.
     """
 
     @abstractmethod
     def begin(self, rows: NDArray[np.int64]) -> None:
-        """Attempts have begun in ``rows``."""
+        """Handle the start of attempts in ``rows``."""
 
     @abstractmethod
     def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
-        """Choose the next action of every environment; a ``Choose``."""
+        """Choose the next action of every environment (a ``Choose``)."""
 
 
 class Experts(Demonstrator):
-    """The scripted experts of a simulator, slowed down and perturbed as ``collect`` says.
-
-    Args:
-        settings: section ``collect``.
-        pool: started, with experts.
-        rng: draws the perturbations.
-
-    Attributes:
-        noise_std, speed: ``float32[B]``, of the present attempts.
-    """
+    """The scripted experts of a simulator, slowed down and perturbed (``float32[B]``) according to ``collect``."""
 
     def __init__(self, settings: CollectConfig, pool: EnvPool, rng: np.random.Generator) -> None:
         self.settings = settings
@@ -85,26 +77,23 @@ class Experts(Demonstrator):
 
     def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
         expert = self.pool.expert_actions()
-        expert[:, :-1] *= self.speed[:, None]  # the gripper opens and closes as ever
+        expert[:, :-1] *= self.speed[:, None]  # the gripper is not slowed down
         noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
-        noise[:, -1] = 0  # a random gripper would drop the object
+        noise[:, -1] = 0  # a perturbed gripper would drop the object
         executed = np.clip(expert + noise, -1, 1).astype(np.float32)
         return _output(executed, {SHOWN: expert})
 
 
 class StepwiseActor(Demonstrator):
-    """A policy one action at a time: it is asked again where its chunk is used up, or an episode begins.
+    """A policy that acts one action at a time: it is queried when its chunk is used up or an episode begins.
 
-    Args:
-        engine: the policy.
-        num_envs: B.
-        sample: draw actions, as rollouts do, instead of taking the most probable ones.
+    With ``sample`` it samples actions, as rollouts do, instead of taking the most probable ones.
     """
 
     def __init__(self, engine: RolloutEngine, num_envs: int, sample: bool) -> None:
         self.engine = engine
         self.sample = sample
-        self._versions = np.zeros(num_envs, np.int64)  # updates behind the weights that chose the last actions
+        self._versions = np.zeros(num_envs, np.int64)  # policy version of the last actions
         self._left: list[list[tuple[NDArray[np.float32], np.float32 | None]]] = [[] for _ in range(num_envs)]
 
     def begin(self, rows: NDArray[np.int64]) -> None:
@@ -125,7 +114,7 @@ class StepwiseActor(Demonstrator):
         return _output(np.stack(actions), columns)
 
     def _log_probs(self, output: PolicyOutput) -> NDArray[Any]:
-        """Return ``float32[B,C]``; of None for tokens that stand for a whole chunk, and where nothing was drawn."""
+        """Return ``float32[B,C]``; None if log-probs belong to whole-chunk tokens, or nothing was sampled."""
         if not self.sample or TOKEN_MASK in output.forward_inputs:
             return np.full(output.actions.shape[:2], None)
         return output.logprobs.sum(dim=2).float().cpu().numpy()
@@ -137,21 +126,18 @@ def _output(executed: NDArray[np.float32], columns: dict[str, NDArray[np.generic
 
 
 class Attempts(Recorder):
-    """The play of an attempt in every environment, and of another one wherever one has ended; keeps their steps.
+    """Plays one attempt in every environment, starts another whenever one ends, and keeps the steps.
 
-    An attempt that a fault has ended is replaced like any other. Where a simulator process is lost between two steps,
-    all attempts start over: no step tells which of them were its own.
+    An attempt that a fault ended is replaced like any other. If a simulator process is lost between two steps, all
+    attempts start over: no step result tells which of them that process ran.
 
     Args:
-        pool: started, without auto-reset.
-        actor: acts in all environments.
-        assign: returns the seeds and tasks of the attempts that begin in some environments.
-        keeper: takes the attempts that have ended.
-        acted: names of the columns that say how actions came about, apart from log-probs.
+        pool: started pool, without auto-reset.
+        assign: returns the seeds and tasks of new attempts in some environments.
+        acted: names of the columns that record how actions were chosen, besides log-probs.
 
     Attributes:
-        pool: the environments.
-        seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the present attempts.
+        seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the current attempts.
     """
 
     def __init__(
@@ -175,7 +161,7 @@ class Attempts(Recorder):
         self._play = Play(pool, self._choose, [self, keeper], self._schedule)
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Play until ``is_over`` returns True, which is asked before every step.
+        """Play until ``is_over``, called before every step, returns True.
 
         Raises:
             EmbodrlError: the simulators fail too often.
@@ -195,7 +181,7 @@ class Attempts(Recorder):
         for row in rows:
             self._steps[row] = []
         self._play.observation = observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
-        # A process that was restarted has begun all its episodes again, and no result of a step says so.
+        # A restarted process has restarted all its episodes, and no step result says so.
         if self.pool.faults.restarts == restarts:
             try:
                 self.actor.begin(rows)
@@ -226,7 +212,7 @@ class Attempts(Recorder):
             }
 
     def episode(self, row: int, success: bool, name: str | None = None) -> DemoEpisode:
-        """Return the attempt in an environment, as ``DemoEpisode`` with ``success`` and the id ``name``."""
+        """Return the attempt of an environment as ``DemoEpisode``, with ``success`` and the id ``name``."""
         steps = self._steps[row]
         columns: dict[str, Any] = {
             key: np.stack([step[key] for step in steps]) for key in steps[-1] if all(key in step for step in steps)
@@ -247,14 +233,14 @@ class Attempts(Recorder):
 
 
 def collection_settings(config: Config, policy: RecordedPolicy | None) -> dict[str, object]:
-    """Return what the episodes of a collection depend on, by key; ``policy`` is who acts, null for the experts."""
+    """Return the settings that episodes depend on, by key; ``policy`` is the actor, null for the experts."""
     settings = settings_read(config, "collect" if policy is None else "record", _FREE)
     acting = {"policy": None} if policy is None else {"policy": policy.name, "policy.weights": policy.fingerprint}
     return {**acting, **settings}
 
 
 def _older_settings(content: Mapping[str, object]) -> dict[str, object]:
-    """Return by key what a collection kept before it had a record of all that it depends on."""
+    """Return, by key, the settings recorded by collections that predate the complete record."""
     found = {f"collect.{name}": value for name, value in content.items() if name not in ("env", "tasks", "policy")}
     return found | {
         "env.env_type": content.get("env"),
@@ -264,18 +250,17 @@ def _older_settings(content: Mapping[str, object]) -> dict[str, object]:
 
 
 class DemoCollector(Recorder):
-    """Lets experts, or a policy, attempt the tasks of a pool until enough episodes have succeeded.
+    """Has experts or a policy attempt a pool's tasks until enough episodes have succeeded.
 
     Args:
-        config: the run; section ``collect``.
-        pool: started, without auto-reset.
-        writer: takes the episodes; an interrupted collection that it continues counts.
-        should_stop: asked before every step; if it answers True, ``run`` ends early.
-        policy: acts instead of the experts.
+        config: run configuration; section ``collect``.
+        pool: started pool, without auto-reset.
+        writer: episode writer; episodes of the interrupted collection that it continues count.
+        should_stop: called before every step; if it returns True, ``run`` ends early.
 
     Attributes:
         kept, tried, solved: ``int64[T]``, episodes of each task that were kept, completed, and successful.
-        lost: ``int64[T]``, episodes that a fault has ended.
+        lost: ``int64[T]``, episodes ended by a fault.
 
     Raises:
         EmbodrlError: the interrupted collection has other settings.
@@ -313,13 +298,13 @@ class DemoCollector(Recorder):
         record: Mapping[str, object] = progress.fields("identity", {}).content
         now = self._identity
         if not record:
-            logger.warning("an earlier version began the collection, which tells some of its settings only")
+            logger.warning("an earlier version started the collection and recorded only some of its settings")
             record = {"settings": _older_settings(progress.fields("settings").content)}
             now = now | {"env.tasks": list(self.tasks)}
         if changed := changes(record, now):
             raise EmbodrlError(
                 f"{self.writer.staging} holds an interrupted collection with other settings: {describe(changed)}",
-                f"continue it with its own settings, or remove it: rm -r {self.writer.staging}",
+                f"continue it with its original settings, or remove it: rm -r {self.writer.staging}",
                 code="collect-other-settings",
             )
         self.attempts = progress.integer("attempts")
@@ -336,26 +321,25 @@ class DemoCollector(Recorder):
         return StepwiseActor(engine, pool.spec.num_envs, self.settings.sample)
 
     def commit(self) -> None:
-        """Make the episodes so far survive the end of this process, for another one to continue."""
+        """Make the episodes so far durable, so that another process can continue the collection."""
         counts = {name: getattr(self, name).tolist() for name in ("kept", "tried", "solved", "lost")}
         self.writer.commit({"identity": record_of(self._identity), "attempts": self.attempts, **counts})
 
     @property
     def finished(self) -> bool:
-        """Every task has its share."""
+        """Whether every task has enough episodes."""
         return bool((self.kept >= self.wanted).all())
 
     def run(self, progress: Progress) -> None:
-        """Collect until every task has its share, or until asked to stop.
+        """Collect until every task has enough episodes or a stop is requested.
 
         Raises:
-            EmbodrlError: the experts fail too often, or the simulator does.
+            EmbodrlError: the experts or the simulator fail too often.
         """
         self._tell = progress.update
         self._play.run(lambda: self.finished or self.should_stop())
 
     def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Choose the tasks that lack most."""
         missing = (self.wanted - self.kept).astype(np.float64)
         tasks = np.zeros(len(rows), np.int32)
         for place in range(len(rows)):
@@ -408,16 +392,12 @@ class DemoCollector(Recorder):
             names = ", ".join(np.array(self.tasks)[losing])
             raise EnvError(
                 f"the simulator loses more than 9 episodes in 10 of {names} to faults",
-                "the warnings above name them; see the logs of the simulator processes",
+                "the warnings above list them; see the logs of the simulator processes",
                 code="too-many-faults",
             )
 
     def close(self, meta: dict[str, object]) -> None:
-        """Complete the dataset, with the success rate of who acted over all episodes that were completed.
-
-        Args:
-            meta: what else says how the dataset was made.
-        """
+        """Complete the dataset, with the actor's success rate over all completed episodes."""
         who = "expert" if self._policy is None else "policy"
         known: dict[str, object] = {"robot_type": self._env_type, "collect": self.settings.model_dump()}
         known |= {f"{who}_success_rate": self.success_rate(), **meta}
@@ -425,6 +405,6 @@ class DemoCollector(Recorder):
         self.writer.close(known | {"stopped_early": not self.finished})
 
     def success_rate(self) -> dict[str, float | None]:
-        """Return the fraction of episodes that were solved, by task; None where none was completed."""
+        """Return the fraction of solved episodes by task; None where no episode was completed."""
         counts = zip(self.tasks, self.solved.tolist(), self.tried.tolist(), strict=True)
         return {task: solved / tried if tried else None for task, solved, tried in counts}

@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: groups that all succeed or all fail teach nothing, so others take their places.
+"""DAPO's dynamic sampling: groups that all succeed or all fail carry no signal, so they are replaced.
 
 Shapes: T policy steps, B environments, C actions in a chunk.
 """
@@ -16,21 +16,13 @@ from embodrl.workers.collector import Collector
 def sample_mixed_groups(
     rollout: Collector, batch: TrajectoryBatch, iteration: int
 ) -> tuple[TrajectoryBatch, dict[str, float | None]]:
-    """Return groups with both successes and failures, from further rollouts if need be.
+    """Return ``[T,B]`` of groups with both successes and failures, from further rollouts if needed, and metrics.
 
-    DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. Groups left over are dropped.
-
-    Args:
-        rollout: that gathered the batch in this iteration.
-        batch: ``[T,B]``, all its groups.
-        iteration: the present one.
-
-    Returns:
-        ``[T,B]`` of as many groups as the batch has, or fewer if ``algorithm.filter.max_resamples`` further rollouts
-        do not suffice; and the rollout's metrics, brought up to date.
+    DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. There are as many groups as in ``batch``, or fewer if
+    ``algorithm.filter.max_resamples`` further rollouts do not suffice. Surplus groups are dropped.
 
     Raises:
-        InterruptedError: the run is to stop.
+        InterruptedError: the run is stopping.
     """
     algorithm = rollout.config.algorithm
     size = algorithm.group_size
@@ -66,10 +58,7 @@ def sample_mixed_groups(
 
 
 def group_success_rates(batch: TrajectoryBatch, group_size: int) -> Tensor:
-    """Return ``float32[B / group_size]``: the part of a group's episodes that succeeded; lost ones do not count.
-
-    A group without episodes has a rate of 0.
-    """
+    """Return success rates of groups, ``float32[B / group_size]``, without lost episodes; 0 without episodes."""
     assert batch.success is not None
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
     known = ~episodes.lost

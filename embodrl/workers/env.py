@@ -1,4 +1,4 @@
-"""From the configuration to a pool of simulator processes."""
+"""From configuration to a pool of simulator processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def check_simulator(config: Config) -> None:
-    """Refuse a simulator that can't run on this machine, before anything is started; warn of an outdated one.
+    """Reject a simulator that cannot run on this machine, before anything starts; warn about an outdated one.
 
     Raises:
-        MissingDependencyError: names the missing package.
-        EnvError: a server of ``env.remote`` can't be reached, or refuses; what it lacks shows when simulators start.
+        MissingDependencyError: a package is missing.
+        EnvError: a server of ``env.remote`` is unreachable or rejects the connection; missing packages there show when
+            simulators start.
     """
     if config.env.remote:
         for address in dict.fromkeys(config.env.remote):
@@ -42,13 +43,13 @@ def check_simulator(config: Config) -> None:
 
 
 def check_environments(config: Config, pool: EnvPool, training: bool = True) -> None:
-    """Refuse environments that have just started and can't do what the run relies on; warn of odd ones.
+    """Reject started environments that cannot do what the run relies on; warn about suspicious ones.
 
     Raises:
-        EnvError: a state can't be saved and is to be, for offloading or ``algorithm.branch``; or a seed has no effect
-            and episodes of one seed are to form groups.
+        EnvError: offloading or ``algorithm.branch`` needs a state that cannot be saved; or a seed has no effect
+            although groups are episodes with equal seeds.
     """
-    if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, and no simulator
+    if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, not simulators
         _check_state(config, pool)
     found = pool.call("check_episodes", restart=True)[0]
     codes = found if isinstance(found, list) else []
@@ -59,9 +60,11 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
         if training and (size := config.algorithm.group_size) > 1:
             message += f", and algorithm.group_size={size} compares episodes of one seed"
             raise EnvError(message, hint, code="seed-ignored")
-        logger.warning("%s: evaluations are not comparable, and lost episodes not repeatable; %s", message, hint)
+        logger.warning("%s: evaluations are not comparable, and lost episodes are not repeatable; %s", message, hint)
     if "instruction-empty" in codes:
-        logger.warning("env %s has an empty instruction, and the policy gets no task; set Simulator.instruction", name)
+        logger.warning(
+            "env %s has an empty instruction, so the policy receives no task; set Simulator.instruction", name
+        )
 
 
 def _missing(pool: EnvPool, question: str) -> str:
@@ -85,22 +88,18 @@ def _check_state(config: Config, pool: EnvPool) -> None:
         message = f"{missing}, and algorithm.branch.enabled=true continues episodes from their states"
         raise EnvError(message, f"{hint}; or choose algorithm=rloo", code="env-state-unsupported")
     logger.warning(
-        "%s: checkpoints are without simulators, and a resumed run begins with fresh ones; it is the same run only if"
-        " what follows a reset depends on its seed alone. %s",
+        "%s: checkpoints contain no simulators, and a resumed run starts fresh ones; it matches the original run only"
+        " if episodes depend on the reset seed alone. %s",
         missing,
         f"To save them, {hint}",
     )
 
 
 def check_videos(config: Config, here: bool = False) -> None:
-    """Refuse videos that could not be encoded, before anything is started.
-
-    Args:
-        config: the run; without ``env.video.enabled`` there is nothing to refuse.
-        here: this process, too, reads and writes videos.
+    """Reject videos that cannot be encoded, before anything starts; ``here``: this process handles videos, too.
 
     Raises:
-        MissingDependencyError: the interpreter of the simulators, or this one, lacks imageio or its ffmpeg.
+        MissingDependencyError: the simulators' interpreter, or this one, lacks imageio or its ffmpeg.
     """
     if not config.env.video.enabled:
         return
@@ -113,7 +112,7 @@ def check_videos(config: Config, here: bool = False) -> None:
 
 
 def try_simulator(config: Config) -> MachineFinding:
-    """Make one environment as configured, in the interpreter that would run it, and draw one frame."""
+    """Make one environment as configured, in the interpreter that would run it, and render one frame."""
     from embodrl.preflight.simulators import draw_frame, preflight
 
     name = f"env={config.env.env_type}"
@@ -131,10 +130,10 @@ def try_simulator(config: Config) -> MachineFinding:
 
 
 def env_kwargs(config: Config) -> dict[str, object]:
-    """Return the keyword arguments of the VectorEnv, without ``num_envs``, as plain values.
+    """Return the keyword arguments of the VectorEnv as plain values, without ``num_envs``.
 
-    They are the settings that all environments read, those of ``SimulatorSpec.reads``, and all that the simulator's
-    settings class adds to ``EnvConfig``.
+    They are the settings that all environments read, the ones listed in ``SimulatorSpec.reads``, and all fields that
+    the simulator's settings class adds to ``EnvConfig``.
     """
     env = config.env
     spec = ENVS.entry(config.env.env_type)
@@ -170,16 +169,16 @@ def _shaping(config: Config) -> dict[str, object]:
 
 
 def places_here(deployment: Deployment) -> Sequence[ProcessPlace] | None:
-    """Return the places of the simulators of a verb that runs on one machine; None if some are on another one."""
+    """Return the simulator placements for a single-machine verb; None if some are on another machine."""
     places = deployment.of("env")
     return places if all(place.node == 0 for place in places) else None
 
 
 def gpu_variables(place: ProcessPlace) -> dict[str, str]:
-    """Return the environment variables by which a simulator process renders on the GPUs that it is placed on.
+    """Return the environment variables that select a simulator process's GPUs for rendering.
 
-    CUDA, and with it SAPIEN, counts the visible devices alone. MuJoCo's EGL counts all, as nvidia-smi does; a device
-    that the user names is kept, and of one that CUDA_VISIBLE_DEVICES names by its UUID the number is not known.
+    CUDA, and with it SAPIEN, numbers only the visible devices. MuJoCo's EGL numbers all devices, like nvidia-smi; a
+    device set by the user is kept, and the number of a device given in CUDA_VISIBLE_DEVICES by UUID is unknown.
     """
     if place.visible is None:
         return {}
@@ -189,13 +188,13 @@ def gpu_variables(place: ProcessPlace) -> dict[str, str]:
 
 
 def held_out_pool(config: Config, log_dir: Path | None, places: Sequence[ProcessPlace] | None) -> EnvPool:
-    """Return a pool for the evaluations of a training run in other environments than its own; see ``make_pool``."""
+    """Return a pool for a training run's evaluations in environments other than its own; see ``make_pool``."""
     where = None if log_dir is None else log_dir / "evaluation"
     return make_pool(config, config.env.train.total_num_envs, where, places=places)
 
 
 def make_single_pool(config: Config, total_num_envs: int, places: Sequence[ProcessPlace] | None = None) -> EnvPool:
-    """Return a pool for episodes of single actions, which end where they terminate; see ``make_pool``."""
+    """Return a pool for episodes of single actions that end on termination; see ``make_pool``."""
     single = {"max_chunk": 1, "auto_reset": False, "ignore_terminations": False}
     return make_pool(config, total_num_envs, places=places, **single)
 
@@ -212,13 +211,13 @@ def make_pool(
     """Return a pool of simulator processes, not yet started.
 
     Args:
-        config: the run.
-        total_num_envs: environments over ``env.num_processes`` processes.
-        log_dir: where the processes' output goes.
-        env_type: a variant, of the same arguments, that replaces the configured one.
-        places: of the processes, with their cores and GPUs; None binds them to the cores of this machine in turn.
-        axis: along which all episodes are perturbed; None for none.
-        overrides: keyword arguments of the VectorEnv that differ from the configuration.
+        config: run configuration.
+        total_num_envs: number of environments over ``env.num_processes`` processes.
+        log_dir: directory for the processes' output.
+        env_type: variant with the same arguments that replaces the configured one.
+        places: placements of the processes, with cores and GPUs; None pins them to this machine's cores in turn.
+        axis: perturbation axis of all episodes; None for none.
+        overrides: keyword arguments of the VectorEnv that override the configuration.
     """
     env = config.env
     slots = assign_cpus(env.num_processes) if env.pin_cpus and places is None else [None] * env.num_processes

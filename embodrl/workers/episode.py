@@ -1,6 +1,6 @@
-"""An episode as a reward function gets it.
+"""An episode as passed to a reward function.
 
-Shapes: n actions, t chunks, A action dimensions, S state dimensions, V cameras, H W image.
+Shapes: n actions, t chunks, A action dimensions, S state dimensions, V cameras, H x W image.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Episode:
-    """What a reward function gets.
+    """The argument of a reward function.
 
     Attributes:
-        rewards: ``float32[n]``, those of the environment, one per action.
+        rewards: ``float32[n]``, environment rewards, one per action.
         success: the task has been solved.
-        finished: the episode has ended, and not just the rollout.
-        task: name of the task.
-        frames: ``uint8[t,H,W,3]``, what the first camera sees after each of its t chunks.
-        policy_version: ``int64[t]``, updates behind the weights that chose each chunk.
-        instruction: task in words; this and all that follow are None where a workflow has run the episode, and where a
-            checkpoint of an asynchronous run was written before the call had ended.
-        actions: ``float32[n,A]``, as they were executed, in environment units.
+        finished: the episode itself has ended, not only the rollout.
+        task: task name.
+        frames: ``uint8[t,H,W,3]``, first-camera image after each of the t chunks.
+        policy_version: ``int64[t]``, number of updates behind the weights that chose each chunk.
+        instruction: task instruction; this and all further fields are None if a workflow ran the episode, or if a
+            checkpoint of an asynchronous run was written before the call ended.
+        actions: ``float32[n,A]``, as executed, in environment units.
         states: ``float32[t,S]``, proprioception after each chunk; S = 0 without ``env.include_state``.
-        images: ``uint8[t,V,H,W,3]``, what all cameras see after each chunk.
+        images: ``uint8[t,V,H,W,3]``, images of all cameras after each chunk.
         start_images: ``uint8[V,H,W,3]``, before the first chunk; None where ``images`` is.
-        start_state: ``float32[S]``, the same.
+        start_state: ``float32[S]``, before the first chunk; None where ``states`` is.
     """
 
     rewards: Tensor

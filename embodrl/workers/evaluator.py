@@ -1,4 +1,4 @@
-"""Measuring a policy on fixed seeds, by each way of choosing its actions."""
+"""Evaluation of a policy on fixed seeds, with each decoding."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from embodrl.workers.play import Play, PlayedChunk, Recorder, one_episode, take_
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-"""An episode that a fault of the simulator has ended is run again, up to so many times in all."""
+"""Maximum number of runs of an episode that simulator faults end."""
 
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """One episode that was run to its end.
+    """One completed episode.
 
     Attributes:
-        number: i, whose seed is ``env.eval.seed + i``.
-        seed: seed of its reset.
-        task: name.
-        instruction: task in words.
-        success: the task was solved at some time.
-        success_at_end: it was solved after the last step; None if the environment does not tell.
+        number: index i; the seed is ``env.eval.seed + i``.
+        seed: reset seed.
+        task: task name.
+        instruction: task instruction.
+        success: the task was solved at some step.
+        success_at_end: the task was solved after the last step; None if the environment does not report it.
         episode_return: sum of rewards.
         length: environment steps.
     """
@@ -54,20 +54,20 @@ class EpisodeRecord:
 
 @dataclass
 class EvalResult:
-    """What an evaluation measured.
+    """Figures of an evaluation.
 
     Attributes:
-        success_rate: part of the episodes in which the task was solved at some time; NaN without an episode.
-        episodes: how many were run to their end; all figures are of these.
-        per_task: success rate of each task of which an episode was run to its end.
+        success_rate: fraction of episodes that solved the task at some step; NaN without an episode.
+        episodes: number of completed episodes; all figures refer to them.
+        per_task: success rate of each task with a completed episode.
         mean_return: mean sum of rewards.
         mean_length: mean number of environment steps.
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
-        records: the episodes, in the order of their seeds.
-        lost_episodes: how many a fault of the simulator ended, each time that they were run.
-        first_pictures: task -> SHA-256 over the pictures of the first observation of its first episode.
-        decoding: how actions were chosen.
-        decodings: what was measured on the same episodes with actions chosen otherwise.
+        records: episodes in seed order.
+        lost_episodes: number of runs of episodes that a simulator fault ended.
+        first_pictures: task -> SHA-256 over the images of the first observation of its first episode.
+        decoding: decoding of these figures.
+        decodings: results on the same episodes with other decodings.
     """
 
     success_rate: float
@@ -85,27 +85,27 @@ class EvalResult:
 
     @property
     def by_decoding(self) -> dict[Decoding, EvalResult]:
-        """This result and the others, the first first."""
+        """This result, then the results of the other decodings."""
         return {self.decoding: self, **self.decodings}
 
     @property
     def success_at_end(self) -> float:
-        """Part of the episodes that ended solved; NaN if that is not known of each, or there is none."""
+        """Fraction of episodes that ended solved; NaN if unknown for some episode, or without episodes."""
         known = [record.success_at_end for record in self.records if record.success_at_end is not None]
         return float(np.mean(known)) if known and len(known) == len(self.records) else float("nan")
 
     @property
     def solved_at_first_step(self) -> int:
-        """Number of the episodes that ended solved with their first step: most likely they began so."""
+        """Number of episodes that ended solved after one step: most likely they started solved."""
         return sum(record.success and record.length <= 1 for record in self.records)
 
     @property
     def successes(self) -> list[bool]:
-        """One per episode, in the order of their seeds."""
+        """One value per episode, in seed order."""
         return [record.success for record in self.records]
 
     def metrics(self) -> dict[str, float]:
-        """Return what goes into metrics.jsonl."""
+        """Return the entries for metrics.jsonl."""
         result = {
             "eval/success_rate": self.success_rate,
             "eval/return": self.mean_return,
@@ -127,10 +127,9 @@ class EpisodeResults:
     """Outcomes of some episodes.
 
     Attributes:
-        outcome: ``float64[n,4]``: success, return, length, success at the end; NaN where a fault ended the episode,
-            and at the end where the environment does not tell.
-        instructions: instructions of each.
-        pictures: SHA-256 over those of its first observation, of each among the first of their tasks; else "".
+        outcome: ``float64[n,4]``: success, return, length, success at the end; NaN if a fault ended the episode, and
+            for success at the end if the environment does not report it.
+        pictures: SHA-256 over the images of the first observation, for the first episode of each task; else "".
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
     """
 
@@ -142,16 +141,11 @@ class EpisodeResults:
 
 
 Played = dict[Decoding, EpisodeResults]
-"""Outcomes of the same episodes by each decoding; the first is that of the main figures."""
+"""Outcomes of the same episodes by decoding; the first decoding provides the main figures."""
 
 
 def join_results(parts: Sequence[Played], seconds: Callable[[Iterable[float]], float]) -> Played:
-    """Return the outcomes of several groups of episodes, one after the other.
-
-    Args:
-        parts: results, at least one, all of the same decodings.
-        seconds: of all from those of each: ``max`` of groups that ran at the same time, else ``sum``.
-    """
+    """Concatenate results of episode groups; ``seconds`` is ``max`` if they ran at the same time, else ``sum``."""
     return {decoding: _join([part[decoding] for part in parts], seconds) for decoding in parts[0]}
 
 
@@ -166,10 +160,10 @@ def _join(parts: Sequence[EpisodeResults], seconds: Callable[[Iterable[float]], 
 
 
 def chosen_decodings(config: Config, engine: RolloutEngine) -> tuple[Decoding, ...]:
-    """Return the decodings that ``env.eval.decoding`` stands for.
+    """Return the decodings that ``env.eval.decoding`` selects.
 
     Raises:
-        EmbodrlError: the engine does not have the one that is named.
+        EmbodrlError: the engine lacks the named decoding.
     """
     wanted = config.env.eval.decoding
     if wanted == "all":
@@ -179,17 +173,11 @@ def chosen_decodings(config: Config, engine: RolloutEngine) -> tuple[Decoding, .
 
 
 Choose = Callable[[Observation, NDArray[np.int64], int], PolicyOutput]
-"""Chooses the chunk with a number, for rows ``[B]`` of episodes ``int64[B]``."""
+"""Chooses the chunk with a given number, for rows ``[B]`` of episodes ``int64[B]``."""
 
 
 def chooser(engine: RolloutEngine, seed: int, decoding: Decoding) -> Choose:
-    """Return what chooses actions of evaluations by one decoding, with random numbers of its own.
-
-    Args:
-        engine: the policy.
-        seed: seed of episode 0.
-        decoding: one of the engine's.
-    """
+    """Return the action chooser of one decoding, with its own random numbers; ``seed`` belongs to episode 0."""
     if decoding != "sampled":
         return lambda observation, episodes, number: engine.decide(observation, decoding)
     shared = engine.make_generators([seed])
@@ -204,24 +192,19 @@ def chooser(engine: RolloutEngine, seed: int, decoding: Decoding) -> Choose:
 class Evaluator:
     """Runs ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
 
-    Each decoding of ``env.eval.decoding`` has the same episodes. What is drawn follows from the episode and the number
-    of the chunk, where the policy draws by row, and never from the random state of the engine.
+    Each decoding of ``env.eval.decoding`` plays the same episodes. If the policy samples by row, samples depend only on
+    the episode and the chunk number, never on the engine's random state.
 
     Args:
-        config: the run.
-        pool: any started pool; its environments are rebuilt before and after, so that neither evaluation nor what
-            follows depends on what went before.
-        engine: the policy.
-        progress: function called with the episodes done, of ``num_plays``, now and then.
-        should_stop: function asked before every chunk; if it answers True, ``run`` raises InterruptedError.
-        make_own: returns a pool, not started, for evaluations whose environments differ from those of ``pool``
-            (``env.eval.tasks`` and the like): each starts one and closes it.
-
-    Attributes:
-        decodings: decodings that are evaluated.
+        pool: any started pool; its environments are rebuilt before and after, so that evaluation and training do not
+            affect each other.
+        progress: called now and then with the number of finished episodes, out of ``num_plays``.
+        should_stop: called before every chunk; if it returns True, ``run`` raises InterruptedError.
+        make_own: returns a pool, not started, for evaluations whose environments differ from ``pool``
+            (``env.eval.tasks`` and the like); each evaluation starts and closes one.
 
     Raises:
-        EmbodrlError: the engine does not have the decoding that ``env.eval.decoding`` names.
+        EmbodrlError: the engine lacks the decoding that ``env.eval.decoding`` names.
     """
 
     def __init__(
@@ -234,7 +217,7 @@ class Evaluator:
         make_own: Callable[[Config], EnvPool] | None = None,
     ) -> None:
         self.config = config.evaluated
-        # Without differences the environments of training serve.
+        # Without differences, evaluate in the training environments.
         self._make_own = None if self.config is config else make_own
         self.pool = pool
         self.engine = engine
@@ -244,31 +227,31 @@ class Evaluator:
 
     @property
     def num_plays(self) -> int:
-        """Episodes over all decodings."""
+        """Number of episodes over all decodings."""
         return self.config.env.eval.num_episodes * len(self.decodings)
 
     def run(self, video_dir: Path | None = None) -> EvalResult:
-        """Run all episodes; write videos of the first ones, by the first decoding, into ``video_dir``.
+        """Run all episodes; record videos of the first ones, with the first decoding, into ``video_dir``.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True; the state of the pool is that of new environments.
+            InterruptedError: ``should_stop`` returned True; the pool is back in the state of new environments.
         """
         episodes = np.arange(self.config.env.eval.num_episodes)
         return evaluation_result(self.config, self.run_episodes(episodes, video_dir))
 
     def run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> Played:
-        """Run the episodes ``int64[n]`` by each decoding; as ``run``.
+        """Run the episodes ``int64[n]`` with each decoding, like ``run``.
 
         Raises:
-            InterruptedError: as ``run``.
-            EnvError: a pool of its own has other actions or observations than ``pool``.
+            InterruptedError: as in ``run``.
+            EnvError: the evaluation's own pool has other actions or observations than ``pool``.
         """
         if self._make_own is None:
             return self._run_episodes(episodes, video_dir)
         training = self.pool
         with self._make_own(self.config) as self.pool:
             try:
-                # Faults of the held-out pool count for the run.
+                # Faults of the held-out pool count toward the run's total.
                 self.pool.recovery.faults = training.faults
                 _check_same(training.spec, self.pool.spec)
                 return self._run_episodes(episodes, video_dir)
@@ -278,13 +261,13 @@ class Evaluator:
     def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
         try:
             return self._play_all(episodes, video_dir)
-        except (SystemExit, KeyboardInterrupt):  # a late stop, anywhere
+        except (SystemExit, KeyboardInterrupt):  # a stop may come at any point
             self.pool.requests.drain()
             raise
 
     def _play_all(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
         self.pool.call("rebuild", restart=True)
-        # An interrupted evaluation goes back to this mark (``rewind``), the state of new environments.
+        # An interrupted evaluation returns to this mark (``rewind``), the state of new environments.
         self.pool.call("mark", restart=True)
         # Each wave resets its environments itself.
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
@@ -293,7 +276,7 @@ class Evaluator:
             self.pool.call("set_ignore_terminations", {"value": True}, restart=True)
         played: Played = {}
         for decoding in self.decodings:
-            if played:  # each as if it were alone
+            if played:  # each decoding as if it were the only one
                 self.pool.call("rebuild", restart=True)
             played[decoding] = self._run_decoding(decoding, episodes, None if played else video_dir)
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
@@ -312,7 +295,7 @@ class Evaluator:
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
             if attempt and len(left):
-                logger.warning("%d episodes were ended by a fault of the simulator and are run again", len(left))
+                logger.warning("simulator faults ended %d episodes, which are run again", len(left))
             for start in range(0, len(left), size):
                 places = left[start : start + size]
                 if attempt:
@@ -328,7 +311,7 @@ class Evaluator:
                 if self.progress is not None:
                     done = int(np.count_nonzero(~np.isnan(results.outcome[:, 0])))
                     self.progress(done_before + done, f"{decoding}: success {_mean(results.outcome[:, 0]):.0%}")
-            # Only what a fault ended is NaN: an episode that failed by itself counts.
+            # Only episodes that a fault ended are NaN: a failed attempt counts.
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         return results
 
@@ -345,7 +328,7 @@ class Evaluator:
             return replace(output, actions=actions)
 
         play = Play(self.pool, choose_all, [recorder], one_episode(np.arange(len(wave))))
-        # A last wave may be short; every environment is reset, since a pool wants to know the state of all.
+        # The last wave may be short; all environments are reset, since a pool tracks the state of every row.
         padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
         play.begin(self.config.env.eval.seed + padded, (padded % len(spec.tasks)).astype(np.int32))
         take_turns([play], self.should_stop)
@@ -354,14 +337,7 @@ class Evaluator:
 
 
 class _ResultRecorder(Recorder):
-    """Keeps the outcomes of episodes, and films some.
-
-    Args:
-        pool: the environments, started.
-        results: results of all episodes.
-        places: ``int64[n]``, where the results of the episodes in the first n environments go.
-        wave: ``int64[n]``, numbers of these episodes.
-    """
+    """Keeps the outcomes of episodes ``wave int64[n]`` at ``places int64[n]`` of ``results``, and records videos."""
 
     def __init__(
         self, pool: EnvPool, results: EpisodeResults, places: NDArray[np.int64], wave: NDArray[np.int64]
@@ -373,7 +349,7 @@ class _ResultRecorder(Recorder):
         self._videos: dict[int, Path] = {}
 
     def film(self, directory: Path, num_episodes: int) -> None:
-        """Write videos of the episodes with the first numbers."""
+        """Record videos of the episodes with the first numbers."""
         for row in np.flatnonzero(self.wave < num_episodes).tolist():
             self._videos[row] = directory.resolve() / f"episode_{self.wave[row]:03d}"
 
@@ -385,7 +361,7 @@ class _ResultRecorder(Recorder):
                 self.results.pictures[place] = hashlib.sha256(observation.images[row].tobytes()).hexdigest()
         size = self.pool.spec.num_envs // len(self.pool.managers)
         for row, path in self._videos.items():
-            with suppress(EnvWorkerDied, EnvTimeout):  # the next step finds it, and counts its episodes as lost
+            with suppress(EnvWorkerDied, EnvTimeout):  # the next step notices the loss, and counts its episodes as lost
                 self.pool.call_one(row // size, "start_video", {"row": row % size, "path": str(path)})
 
     def after(self, chunk: PlayedChunk) -> None:
@@ -397,7 +373,7 @@ class _ResultRecorder(Recorder):
             self.results.outcome[self.places[row]] = found
 
     def _solved_at_end(self, step: EnvStep, ended: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return ``float64[B]``: whether an episode ended solved; NaN where the environment does not tell.
+        """Return ``float64[B]``: whether an episode ended solved; NaN if the environment does not report it.
 
         Only an episode that continued after a success needs a query.
         """
@@ -405,7 +381,7 @@ class _ResultRecorder(Recorder):
         asked = ended[step.success[ended] & ~step.terminated[ended].any(axis=1)]
         if len(asked):
             at_end[asked] = np.nan
-            with suppress(EnvWorkerDied, EnvTimeout):  # the next step finds it
+            with suppress(EnvWorkerDied, EnvTimeout):  # the next step notices the loss
                 answers = [answer for answer in self.pool.call("solved_now") if isinstance(answer, np.ndarray)]
                 if len(answers) == len(self.pool.managers):
                     at_end[asked] = np.concatenate(answers)[asked]
@@ -415,19 +391,14 @@ class _ResultRecorder(Recorder):
 def _check_same(training: EnvSpec, held_out: EnvSpec) -> None:
     if replace(held_out, num_envs=training.num_envs, tasks=training.tasks) != training:
         raise EnvError(
-            "the environments of env.eval have other cameras, actions or states than those that the policy trains in",
-            "leave out the setting of env.eval.settings that changes them",
+            "the environments of env.eval have other cameras, actions or states than the training environments",
+            "remove the setting in env.eval.settings that changes them",
             code="evaluation-differs",
         )
 
 
 def evaluation_result(config: Config, played: Played) -> EvalResult:
-    """Return the figures of all episodes of an evaluation, those of the first decoding with those of the others.
-
-    Args:
-        config: the run as it is evaluated; episode i has its task with number ``i mod n``.
-        played: results in the order of the episodes.
-    """
+    """Return the figures of an evaluation by decoding, from results in episode order."""
     first, *others = (_figures(config, decoding, results) for decoding, results in played.items())
     first.decodings = {result.decoding: result for result in others}
     return first
@@ -440,8 +411,8 @@ def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> Eva
     numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
     if num_lost := len(outcome) - len(numbers):
         logger.warning(
-            "%d of %d episodes were ended by faults in %d attempts each, and are not counted: what is left may be the"
-            " easier ones",
+            "faults ended %d of %d episodes in each of %d attempts; they are not counted, and the remaining ones may be"
+            " easier",
             num_lost,
             len(outcome),
             MAX_ATTEMPTS,
@@ -479,6 +450,5 @@ def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> Eva
 
 
 def _mean(values: np.ndarray) -> float:
-    """Return the mean of what is not NaN; NaN if nothing is left."""
     values = values[~np.isnan(values)]
     return float(values.mean()) if len(values) else float("nan")

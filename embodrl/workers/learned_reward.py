@@ -1,4 +1,4 @@
-"""Rewards by a model that `embodrl reward train` has made: of episodes as they end, and of recorded ones.
+"""Rewards from a model trained by `embodrl reward train`, for finished and for recorded episodes.
 
 Shapes: n actions of an episode, t chunks of C actions, N recorded frames.
 """
@@ -21,19 +21,15 @@ from embodrl.workers.episode import Episode
 
 
 class LearnedReward:
-    """Pays an episode; callable as a reward function.
+    """Rewards an episode with a trained model; callable as a reward function.
 
-    A success classifier pays 1 at the last action if it takes the last observation for a success, else nothing. A
-    progress model pays what each chunk adds to its value, at the chunk's last action, so that an episode is paid
+    A success classifier pays 1 at the last action if it classifies the last observation as a success, else 0. A
+    progress model pays the gain in value over each chunk, at the chunk's last action, so that an episode is paid
     ``V(last) - V(first)``: a potential without a discount (Ng et al. 1999, "Policy Invariance Under Reward
     Transformations").
 
-    Args:
-        directory: of the model.
-        chunk: C.
-
     Raises:
-        CheckpointError: there is no such model, or it is damaged.
+        CheckpointError: the model is missing or damaged.
     """
 
     def __init__(self, directory: str, chunk: int) -> None:
@@ -42,10 +38,10 @@ class LearnedReward:
         self.model = ObservationModel.load(Path(directory).expanduser())
 
     def check(self, spec: EnvSpec) -> None:
-        """Refuse simulators that show something else than the model was trained on.
+        """Reject simulators whose observations differ from the training data.
 
         Raises:
-            EmbodrlError: they do.
+            EmbodrlError: they differ.
         """
         known = self.model.spec
         tasks = self.model.facts.get("tasks")
@@ -56,7 +52,7 @@ class LearnedReward:
             found = f"has the task '{other[0]}'" if other else f"has {seen[0]} camera(s), {seen[1]} numbers of state"
             raise EmbodrlError(
                 f"the model in {self.directory} was trained on {wanted} of the tasks {tasks}, and the run {found}",
-                "train one on data of this environment: embodrl reward train; or name another as reward.model",
+                "train one on data of this environment: embodrl reward train; or set reward.model to another one",
                 code="reward-other-environment",
             )
 
@@ -76,7 +72,7 @@ class LearnedReward:
         first = episode.start_images
         began = episode.start_state
         assert images is not None and states is not None and instruction is not None
-        assert first is not None and began is not None, "the rollout keeps what an episode began with"
+        assert first is not None and began is not None, "the rollout keeps initial observations"
         if self.model.kind == "success":
             seen = self.model.inputs(images[-1:].numpy(), states[-1:].numpy(), [instruction])
             return float(self.model.judge(seen)[0] >= self.model.threshold)
@@ -88,7 +84,7 @@ class LearnedReward:
         return rewards.index_add(0, ends, values.diff())
 
     def relabel(self, demos: Demos) -> Demos:
-        """Return recorded episodes with rewards as a run with this model pays them, one action a chunk.
+        """Return recorded episodes with the rewards that a run with this model would pay, with one action per chunk.
 
         Raises:
             EmbodrlError: the model was trained for another environment.
@@ -99,6 +95,6 @@ class LearnedReward:
         index = np.arange(len(judged))
         if self.model.kind == "success":
             rewards = ((judged >= self.model.threshold) & (index == demos.last)).astype(np.float32)
-        else:  # what the last action led to is not recorded
+        else:  # the observation after the last action is not recorded
             rewards = judged[np.minimum(index + 1, demos.last)] - judged
         return replace(demos, outcomes=replace(demos.outcomes, rewards=rewards.astype(np.float32)))

@@ -1,4 +1,4 @@
-"""A group of environments that is run in lockstep, chunk by chunk, and what a batch of it is.
+"""A group of environments that runs in lockstep, chunk by chunk, and its part of the batch.
 
 Shapes: T policy steps (chunks), B environments of the group.
 """
@@ -28,13 +28,11 @@ from embodrl.workers.recorders import NOT_JUDGED, Judging, make_recorders
 
 @dataclass(frozen=True)
 class Shard:
-    """What a group of environments runs in one go.
+    """One unit of work of a group of environments.
 
     Attributes:
-        iteration: iteration that its episodes belong to.
         seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the first episode of each environment.
         group_id: ``int64[B]``, equal where episodes begin in the same initial state.
-        random: numbers that what is drawn follows from.
     """
 
     iteration: int
@@ -45,12 +43,10 @@ class Shard:
 
 
 class ShardMeta(TypedDict):
-    """What is known of a shard apart from its columns, as JSON can hold it.
+    """JSON-serialisable metadata of a shard, besides its columns.
 
-    Attributes:
-        env_steps: number of steps that were simulated.
-        episodes, seconds: arguments of ``EpisodeStats`` and ``Seconds``.
-        counts, means: further metrics by name; see ``combine_extras``.
+    ``episodes`` and ``seconds`` are arguments of ``EpisodeStats`` and ``Seconds``; for ``counts`` and ``means`` see
+    ``combine_extras``.
     """
 
     env_steps: NotRequired[int]
@@ -61,7 +57,7 @@ class ShardMeta(TypedDict):
 
 
 def shard_meta(batch: TrajectoryBatch, stats: EpisodeStats, seconds: Seconds) -> ShardMeta:
-    """Return what is known of a shard."""
+    """Return the metadata of a shard."""
     return {
         "env_steps": int(batch.valid.sum()),
         "episodes": stats.as_dict(),
@@ -70,7 +66,7 @@ def shard_meta(batch: TrajectoryBatch, stats: EpisodeStats, seconds: Seconds) ->
 
 
 def meta_of(batch: TrajectoryBatch) -> ShardMeta:
-    """Return what a shard carries of ``shard_meta``, after its way through another process."""
+    """Return a shard's ``shard_meta`` after transport through another process."""
     meta: ShardMeta = {"episodes": batch.meta["episodes"], "seconds": batch.meta["seconds"]}
     for name in ("env_steps", "counts", "means"):
         if name in batch.meta:
@@ -79,7 +75,7 @@ def meta_of(batch: TrajectoryBatch) -> ShardMeta:
 
 
 def combine_extras(metas: Sequence[ShardMeta]) -> dict[str, float | None]:
-    """Return further metrics of some shards: ``counts`` are added up, of ``means`` the mean is taken."""
+    """Combine the further metrics of shards: ``counts`` are summed, ``means`` averaged."""
     result: dict[str, float | None] = {}
     for name in {name for meta in metas for name in meta.get("counts", {})}:
         result[name] = float(sum(meta.get("counts", {})[name] for meta in metas))
@@ -89,20 +85,10 @@ def combine_extras(metas: Sequence[ShardMeta]) -> dict[str, float | None]:
 
 
 class LockstepRunner:
-    """A play of T chunks and the recorders that a run asks for.
+    """Plays T chunks with the recorders that a run needs.
 
-    ``begin``, then the turns of ``play``, then ``stack``; or ``roll_out``, which does all of it.
-
-    Args:
-        config: the run.
-        pool: its managers, started.
-        engine: the policy.
-        rows: its environments within the whole batch.
-        judging: what the rewards ask for.
-
-    Attributes:
-        play: play of the present rollout.
-        generators: generators of the actions that are drawn, one a thread of the engine; None takes the engine's own.
+    Call ``begin``, then the turns of ``play``, then ``stack``; or ``roll_out``, which does all of it. Actions are
+    sampled with ``generators``, one per engine thread; None uses the engine's own.
     """
 
     def __init__(
@@ -125,12 +111,12 @@ class LockstepRunner:
 
     @property
     def stats(self) -> EpisodeStats:
-        """Outcomes of the episodes of the present rollout."""
+        """Episode outcomes of the current rollout."""
         return self._outcomes.stats
 
     @property
     def seconds(self) -> Seconds:
-        """Times of the present rollout."""
+        """Times of the current rollout."""
         return self.play.seconds
 
     def begin(
@@ -139,31 +125,19 @@ class LockstepRunner:
         tasks: NDArray[np.int32],
         generators: list[torch.Generator] | None = None,
     ) -> None:
-        """Start fresh episodes.
-
-        Args:
-            seeds: ``int64[B]``.
-            tasks: ``int32[B]``.
-            generators: see the class.
-        """
+        """Start fresh episodes with ``seeds int64[B]`` and ``tasks int32[B]``; ``generators`` as in the class."""
         self.generators = generators
         self.play.begin(seeds, tasks)
 
     def branch(self, points: NDArray[np.int64], should_stop: Callable[[], bool]) -> int:
-        """Let all environments of a group begin where its first one, the leader, is after some chunks; after ``begin``.
+        """Move each group to its leader's (first environment's) state after some chunks; return the simulated steps.
 
-        Where the leader's episode ends before, they begin at its last chunk, or at the reset. Nothing of what led there
-        is kept, but episodes' returns and lengths include it.
-
-        Args:
-            points: ``int64[B]``, how many chunks the leader plays, equal within a group.
-            should_stop: function asked before every chunk.
-
-        Returns:
-            Environment steps that were simulated.
+        Call after ``begin``. If the leader's episode ends earlier, they start at its last chunk, or at the reset. The
+        way there is not recorded, but counts in episode returns and lengths. ``points int64[B]`` are numbers of chunks,
+        equal within a group.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True.
+            InterruptedError: ``should_stop`` returned True; it is called before every chunk.
         """
         assert self.play.observation is not None
         every = np.arange(len(points))
@@ -178,10 +152,10 @@ class LockstepRunner:
         prefix.start(every, self.play.observation)
         take_turns([prefix], should_stop)
         clock = time.perf_counter()
-        # A leader whose process was lost has no state; its group then begins at the reset.
+        # A leader whose process was lost has no state; its group then starts at the reset.
         known = [row for row in range(len(points)) if leader[row] in states.states]
         self.pool.set_row_states({row: states.states[int(leader[row])] for row in known})
-        # A step of no environment: what is seen from the restored states.
+        # A step of no environment, to observe the restored states.
         nothing = np.zeros((len(points), self.config.model.num_action_chunks, self.pool.spec.action_dim), np.float32)
         self.play.observation = self.pool.step(nothing, np.zeros(len(points), np.bool_)).observation
         self.seconds.merge(prefix.seconds)
@@ -192,9 +166,9 @@ class LockstepRunner:
         """Return all chunks of a shard, with ``shard_meta``.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True; it is asked before every chunk.
+            InterruptedError: ``should_stop``, called before every chunk, returned True.
         """
-        # What is drawn follows from the shard alone, whichever stage runs it and whatever ran there before.
+        # Sampling depends on the shard alone, not on the stage or its history.
         self.begin(shard.seeds, shard.task_ids, self.engine.make_generators(shard.random))
         take_turns([self.play], should_stop)
         batch = self.stack(shard.group_id)
@@ -202,19 +176,15 @@ class LockstepRunner:
         return batch
 
     def rebuild(self) -> None:
-        """Rebuild the environments, so that nothing is left of their history."""
+        """Rebuild the environments to clear their history."""
         self.pool.call("rebuild", restart=True)
 
     def stack(self, group_id: Tensor) -> TrajectoryBatch:
-        """Return what was gathered.
-
-        Args:
-            group_id: ``int64[B]``, equal where episodes began in the same initial state.
-        """
+        """Return the gathered batch; ``group_id int64[B]`` is equal for equal initial states."""
         self.play.end()
         clock = time.perf_counter()
         columns: dict[str, Any] = {}
-        for recorder in self.play.recorders:  # later ones know better, e.g. who acted
+        for recorder in self.play.recorders:  # later recorders override earlier ones, e.g. on who acted
             columns |= recorder.columns()
         # A group of columns is added to the batch by name, see below.
         expert = columns.pop("expert", None)
@@ -226,41 +196,32 @@ class LockstepRunner:
         return batch
 
     def _schedule(self, play: Play) -> NDArray[np.bool_] | None:
-        """T chunks of all environments; without auto-reset, of those whose episodes are in progress."""
+        """Schedule T chunks of all environments; without auto-reset, only environments with running episodes act."""
         if play.number == self.config.rollout_chunks:
             return None
         return np.ones_like(play.going) if self.config.env.train.auto_reset else play.going
 
     def _choose(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
-        """Return what the policy answers, which sees only the environments that act; zeros elsewhere."""
+        """Return the policy's output, computed for the acting environments only; zeros elsewhere."""
         rows = np.flatnonzero(active)
         if len(rows) == len(active):
             return self.engine.act(observation, self._needs_values, self.generators)
         if not len(rows):
-            # No environment acts, but the batch has a row per chunk: the last output gives its shapes.
+            # No environment acts, but the batch has a row per chunk: the last output provides the shapes.
             assert self.play.last is not None
             return _spread(self.play.last.output, rows, len(active), rows)
         output = self.engine.act(observation.select(rows), self._needs_values, self.generators)
         return _spread(output, np.arange(len(rows)), len(active), rows)
 
     def _choose_prefix(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
-        """Return what the leaders do, without values."""
+        """Return the leaders' actions, without values."""
         rows = np.flatnonzero(active)
         output = self.engine.act(observation.select(rows), False, self.generators)
         return _spread(output, np.arange(len(rows)), len(active), rows)
 
 
 class _RowStates(Recorder):
-    """Keeps the newest state of single environments whose episodes continue.
-
-    Args:
-        pool: the environments, started.
-        rows: environments whose states are wanted.
-
-    Attributes:
-        states: states by row.
-        num_steps: environment steps that were simulated.
-    """
+    """Keeps the newest state of environments whose episodes continue."""
 
     def __init__(self, pool: EnvPool, rows: NDArray[np.int64]) -> None:
         self.pool = pool
@@ -273,7 +234,7 @@ class _RowStates(Recorder):
 
 
 def _spread(output: PolicyOutput, rows: NDArray[np.int64], batch: int, places: NDArray[np.int64]) -> PolicyOutput:
-    """Return an output for ``batch`` environments: the given rows at their places, zeros elsewhere."""
+    """Expand an output to ``batch`` environments: given rows at their positions, zeros elsewhere."""
     source = torch.from_numpy(rows)
     target = torch.from_numpy(places)
 

@@ -22,12 +22,11 @@ class EpisodeStats:
     """Outcomes of the episodes that ended in a rollout.
 
     Attributes:
-        successes, episodes: how many, without those that were lost.
-        lost: how many a fault ended.
-        cut: how many had begun and were cut off by the end of the rollout, before an outcome.
+        successes, episodes: counts without lost episodes.
+        cut: number of episodes cut off by the end of the rollout, before an outcome.
         returns, lengths: sums of rewards and of environment steps, over ``episodes``.
         solved_returns: sum of rewards over ``successes``.
-        by_task: task -> [successes, episodes], of all tasks that could have been run.
+        by_task: task -> [successes, episodes], for all tasks that could have been run.
     """
 
     successes: int = 0
@@ -41,24 +40,18 @@ class EpisodeStats:
 
     @staticmethod
     def of(tasks: Sequence[str]) -> EpisodeStats:
-        """Return counts of zero."""
+        """Return zero counts."""
         return EpisodeStats(by_task={task: [0, 0] for task in tasks})
 
     def add(self, step: EnvStep, acted: NDArray[np.bool_], tasks: Sequence[str]) -> None:
-        """Count the episodes that ended in a chunk; those that a fault ended are counted as lost only.
-
-        Args:
-            step: what the chunk led to.
-            acted: ``bool[B]``, environments whose episodes were running before it.
-            tasks: B of them, of these episodes.
-        """
+        """Count the chunk's ended episodes, lost ones only as lost; ``acted bool[B]`` ran ``tasks``."""
         done = step.done & acted
         lost = done & ~step.valid.any(axis=1)
         ended = done & ~lost
         self.lost += int(lost.sum())
         self.episodes += int(ended.sum())
         self.successes += int(step.success[ended].sum())
-        # In float64 no order of adding up gives another sum: rollout processes add their parts.
+        # Float64 sums do not depend on the order in which rollout processes add their parts.
         self.returns += float(step.episode_return[ended].sum(dtype=np.float64))
         self.solved_returns += float(step.episode_return[ended & step.success].sum(dtype=np.float64))
         self.lengths += int(step.episode_length[ended].sum())
@@ -66,12 +59,12 @@ class EpisodeStats:
             self.add_to_task(tasks[row], bool(step.success[row]))
 
     def add_to_task(self, task: str, success: bool) -> None:
-        """Count an episode among those of its task."""
+        """Count an episode under its task."""
         successes, episodes = self.by_task.get(task, (0, 0))
         self.by_task[task] = [successes + success, episodes + 1]
 
     def merge(self, other: EpisodeStats) -> None:
-        """Count those of another rollout as well."""
+        """Add the counts of another rollout."""
         for name, value in vars(other).items():
             if name != "by_task":
                 setattr(self, name, getattr(self, name) + value)
@@ -79,11 +72,11 @@ class EpisodeStats:
             self.by_task[task] = [a + b for a, b in zip(self.by_task.get(task, (0, 0)), counts, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values of its own, of which ``EpisodeStats(**values)`` makes it again."""
+        """Return a plain-value copy; ``EpisodeStats(**values)`` restores it."""
         return asdict(self)
 
     def metrics(self) -> dict[str, float | None]:
-        """Return means over the episodes, with several tasks of each as well; None where none has ended."""
+        """Return means over the ended episodes, also per task if there are several; None without ended episodes."""
         count = self.episodes
         started = self.episodes + self.cut
         failed = self.episodes - self.successes
@@ -106,14 +99,7 @@ class EpisodeStats:
 
 
 class OutcomeRecorder(Recorder):
-    """Counts the episodes that end, and those that the end of a rollout cuts off.
-
-    Args:
-        pool: the environments, started.
-
-    Attributes:
-        stats: counts since ``begin``.
-    """
+    """Counts the episodes that end, and the ones that the end of a rollout cuts off."""
 
     def __init__(self, pool: EnvPool) -> None:
         self.pool = pool

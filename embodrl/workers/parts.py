@@ -1,4 +1,4 @@
-"""The composition root of what only acts: a policy on its device, and simulators that it plays in."""
+"""The composition root of verbs that only act: a policy on its device, and its simulators."""
 
 from __future__ import annotations
 
@@ -28,16 +28,12 @@ from embodrl.workers.policy import (
 def prepare_acting(
     config: Config, deployment: Deployment, decoding: Decoding | Literal["all"] = "all", simulates: bool = True
 ) -> None:
-    """Set up torch for a policy that acts in this process, and refuse what can't work before anything is started.
+    """Set up torch for acting in this process, and reject what cannot work before anything starts.
 
-    Args:
-        config: the run.
-        deployment: the places of its processes.
-        decoding: the way in which the verb chooses actions; ``all`` for those that the policy has.
-        simulates: the simulators of ``config`` are started, too.
+    ``decoding`` is the verb's, ``all`` for all of the policy's; ``simulates``: the simulators are started, too.
 
     Raises:
-        EmbodrlError: the device has less memory than the weights take, or the simulator can't run.
+        EmbodrlError: the device has too little memory for the weights, or the simulator cannot run.
     """
     device = configure_torch(config, deployment.of("rollout")[0])
     check_memory(config, deployment, training=False, device=device, decoding=decoding)
@@ -46,22 +42,19 @@ def prepare_acting(
 
 
 def make_acting(config: Config, policy: VLAPolicy | None = None) -> RolloutEngine:
-    """Return the engine of a policy that has this machine to itself; None builds the policy that is configured."""
+    """Return the engine of a policy that has this machine to itself; None builds the configured policy."""
     return make_rollout_engine(config, build_policy(config) if policy is None else policy, num_threads(config))
 
 
 def acting_policy(
     loaded: LoadedConfig, name: str, make_policy: Callable[[Config], VLAPolicy] = build_policy
 ) -> RecordedPolicy:
-    """Build the policy of a configuration that was loaded for ``record``.
+    """Build a ``record`` policy from its configuration; ``name`` is its path or address.
 
-    Args:
-        loaded: the policy's configuration.
-        name: the path or address that the policy comes from.
-        make_policy: the function that returns the policy; by default the one that ``config.model`` names.
+    ``make_policy`` defaults to the factory that ``config.model`` names.
 
     Raises:
-        EmbodrlError: the device has less memory than the weights take, or the policy can't be built.
+        EmbodrlError: the device has too little memory for the weights, or the policy cannot be built.
     """
     prepare_acting(loaded.config, loaded.deployment, simulates=False)
     policy = make_policy(loaded.config)
@@ -78,16 +71,10 @@ def make_share(
 ) -> tuple[EnvPool, RolloutEngine]:
     """Start the simulators of a process while its policy is built; return the simulators and the engine.
 
-    Args:
-        config: the whole run.
-        deployment: the places of its processes.
-        share: the part of the environments.
-        log_dir: the directory for the output of the simulators.
-        places: the places of the simulators.
-        training: False for a process that evaluates alone.
+    ``training`` is False for a process that only evaluates.
 
     Raises:
-        EnvError: a simulator could not be started, or can't do what the run relies on; none is left.
+        EnvError: a simulator could not be started or lacks what the run relies on; the others have been stopped.
     """
     threads = deployment.threads_of(deployment.of("rollout")[share.rank])
     configure_torch(config, threads=threads)
@@ -98,7 +85,7 @@ def make_share(
         policy = build_policy(config)
         pool.wait_started()
         check_environments(config if training else config.evaluated, pool, training)
-    except BaseException:  # a signal too must not leave simulators; raised again
+    except BaseException:  # also after a signal, which is re-raised: no simulator may be left running
         pool.close()
         raise
     if not training:

@@ -1,7 +1,7 @@
-"""One loop in which a policy acts in a pool of environments, and recorders keep what is wanted of it.
+"""The loop in which a policy acts in a pool of environments and recorders keep the results.
 
-Training, evaluations and collections differ in who chooses the actions (``Choose``), in which environments act next
-(``Schedule``) and in what is kept (``Recorder``).
+Training, evaluation and collection differ in the choice of actions (``Choose``), in which environments act next
+(``Schedule``) and in the data that is kept (``Recorder``).
 
 Shapes: B environments of the pool, C actions in a chunk, A action dimensions.
 """
@@ -21,15 +21,15 @@ from embodrl.processes.trace import record
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
 Choose = Callable[[Observation, NDArray[np.bool_], int], PolicyOutput]
-"""Chooses the chunk with a number of all environments; only those of ``bool[B]`` act."""
+"""Chooses chunk number n of all environments; only the environments in ``bool[B]`` act."""
 
 Schedule = Callable[["Play"], "NDArray[np.bool_] | None"]
-"""Returns the environments ``bool[B]`` that act next, or None at the end; it may reset some of them before."""
+"""Returns the environments ``bool[B]`` that act next, or None at the end; it may reset some of them first."""
 
 
 @dataclass
 class Seconds:
-    """Time that was spent waiting for simulation and for the policy."""
+    """Seconds spent waiting for simulation and for the policy."""
 
     env: float = 0.0
     policy: float = 0.0
@@ -45,11 +45,11 @@ class PlayedChunk:
     """One chunk of all environments.
 
     Attributes:
-        number: count of the chunks before it.
-        seen: observation that the actions were chosen by; the pool reuses its memory after the next chunk.
-        task_id: ``int64[B]``, tasks of the episodes that the chunk belongs to.
+        number: index of the chunk.
+        seen: observation that the actions were based on; the pool reuses its memory after the next chunk.
+        task_id: ``int64[B]``, tasks of the chunk's episodes.
         active: ``bool[B]``, environments that acted.
-        output: chosen actions, of no meaning where an environment did not act.
+        output: chosen actions, meaningless where an environment did not act.
         step: results of the simulators; the pool reuses their memory after the next chunk.
     """
 
@@ -72,7 +72,7 @@ class PlayedChunk:
 
     @property
     def cut_off(self) -> NDArray[np.int64]:
-        """Environments whose episode was truncated, with a final observation; lost episodes have none."""
+        """Environments with a truncated episode and a final observation; lost episodes have no final observation."""
         return np.flatnonzero(self.step.final_mask & self.step.valid.any(axis=1))
 
     @property
@@ -82,51 +82,34 @@ class PlayedChunk:
 
 
 class Recorder:
-    """Keeps something of what is played. Each hook does nothing unless a recorder defines it."""
+    """Keeps data of a play. Hooks do nothing unless overridden."""
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
-        """All environments begin fresh episodes.
-
-        Args:
-            seeds: ``int64[B]``.
-            observation: first observation of each episode.
-        """
+        """All environments begin fresh episodes, with ``seeds int64[B]`` and first observations."""
 
     def before(self, observation: Observation, output: PolicyOutput) -> PolicyOutput:
-        """Return the output to execute, most often the one that was chosen; asked before the actions are sent."""
+        """Return the output to execute, usually the chosen one; called before the actions are sent."""
         return output
 
     def after(self, chunk: PlayedChunk) -> None:
-        """Keep what is wanted of a chunk; ``chunk.lost`` names the episodes that a fault ended."""
+        """Keep data of a chunk; ``chunk.lost`` marks episodes ended by a fault."""
 
     def end(self, last: PlayedChunk) -> None:
-        """No chunk follows; some episodes may still be in progress."""
+        """No chunk follows; some episodes may still be running."""
 
     def columns(self) -> dict[str, Any]:
         """Return columns ``[T,B,...]`` for a ``TrajectoryBatch``, by name."""
         return {}
 
     def release(self) -> None:
-        """Nothing more is played: free what it holds."""
+        """Release resources; no more play follows."""
 
 
 class Play:
     """Environments in which a policy acts, chunk by chunk.
 
-    ``begin``, then ``turn`` until it returns False (``take_turns`` does so for several plays), then ``end``. One thread
-    uses a play at a time.
-
-    Args:
-        pool: its managers, started.
-        choose: function that chooses the actions.
-        recorders: recorders in the order in which they are called.
-        schedule: function that tells which environments act next.
-
-    Attributes:
-        observation: newest observation of all environments.
-        number: count of the chunks that were received.
-        last: the chunk that was received last, None before the first.
-        seconds: spent since ``begin``.
+    Call ``begin``, then ``turn`` until it returns False (``take_turns`` does so for several plays), then ``end``.
+    Recorders are called in order; ``last`` is the last received chunk. Not thread-safe.
     """
 
     def __init__(self, pool: EnvPool, choose: Choose, recorders: Sequence[Recorder], schedule: Schedule) -> None:
@@ -142,23 +125,18 @@ class Play:
 
     @property
     def going(self) -> NDArray[np.bool_]:
-        """``bool[B]``: environments that have acted in every chunk so far without the end of an episode."""
+        """``bool[B]``: environments that acted in every chunk so far and whose episodes have not ended."""
         return np.ones(self.pool.spec.num_envs, np.bool_) if self.last is None else self.last.going
 
     def begin(self, seeds: NDArray[np.int64], tasks: NDArray[np.int32]) -> None:
-        """Start fresh episodes.
-
-        Args:
-            seeds: ``int64[B]``.
-            tasks: ``int32[B]``.
-        """
+        """Start fresh episodes with ``seeds int64[B]`` and ``tasks int32[B]``."""
         clock = time.perf_counter()
         self.seconds = Seconds()
         self.start(seeds, self.pool.reset(seeds, tasks))
         self.lap("env", clock)
 
     def start(self, seeds: NDArray[np.int64], observation: Observation) -> None:
-        """Continue from the first observation of episodes that have begun."""
+        """Continue from the first observation of running episodes."""
         self.observation = observation
         self.number = 0
         self.last = None
@@ -167,29 +145,29 @@ class Play:
             recorder.begin(seeds, observation)
 
     def turn(self) -> bool:
-        """Receive the chunk that is under way, and send the next one; return False where the schedule has no more."""
+        """Receive the pending chunk and send the next one; return False when the schedule is exhausted."""
         if self._sent is not None:
             self._receive(self._sent)
         active = self.schedule(self)
         if active is None:
             return False
-        # Sent before other plays take their turn, so that these simulators work meanwhile.
+        # Sent before other plays take their turn, so that these simulators work in the meantime.
         self._send(active)
         return True
 
     def release(self) -> None:
-        """Tell the recorders that nothing more is played."""
+        """Release the recorders; no more play follows."""
         for recorder in self.recorders:
             recorder.release()
 
     def abandon(self) -> None:
-        """Wait for the chunk that is under way, and forget it: such a pool takes no other request."""
+        """Wait for the pending chunk and discard it, since the pool accepts no other request until then."""
         if self._sent is not None:
             self._sent = None
             self.pool.wait()
 
     def end(self) -> None:
-        """Tell the recorders that no chunk follows; at least one was played."""
+        """Tell the recorders that no chunk follows; requires at least one chunk."""
         clock = time.perf_counter()
         assert self.last is not None
         for recorder in self.recorders:
@@ -197,7 +175,7 @@ class Play:
         self.lap("policy", clock)
 
     def lap(self, name: str, clock: float) -> float:
-        """Count the time since ``clock`` as ``env`` or ``policy``; return the time now."""
+        """Add the time since ``clock`` to ``env`` or ``policy``; return the current time."""
         now = time.perf_counter()
         setattr(self.seconds, name, getattr(self.seconds, name) + now - clock)
         record("wait for simulators" if name == "env" else name, clock, now)
@@ -207,10 +185,10 @@ class Play:
         clock = time.perf_counter()
         assert self.observation is not None
         output = self.choose(self.observation, active, self.number)
-        # Not a local variable: `choose` may have reset the environments, where their simulators were lost.
+        # Not a local variable: `choose` may have reset the environments after losing their simulators.
         for recorder in self.recorders:
             output = recorder.before(self.observation, output)
-        # Copied: a simulator that is restarted meanwhile writes into the memory of the observation.
+        # Copied: a simulator that restarts in the meantime overwrites the observation's memory.
         self._sent = _Sent(self.observation, self.observation.task_id.astype(np.int64), active, output)
         clock = self.lap("policy", clock)
         self.pool.step_async(output.actions, active)
@@ -230,7 +208,7 @@ class Play:
 
 
 def one_episode(rows: NDArray[np.int64]) -> Schedule:
-    """Return the schedule of one episode in each of these environments, without auto-reset."""
+    """Return a schedule of one episode in each of these environments, without auto-reset."""
 
     def schedule(play: Play) -> NDArray[np.bool_] | None:
         active = play.going & np.isin(np.arange(play.pool.spec.num_envs), rows)
@@ -240,10 +218,10 @@ def one_episode(rows: NDArray[np.int64]) -> Schedule:
 
 
 def take_turns(plays: Sequence[Play], should_stop: Callable[[], bool] = lambda: False) -> None:
-    """Let the policy serve several plays in turn, each to its end: the simulators of the others work meanwhile.
+    """Let the policy serve several plays in turn until all end; simulators of the other plays work in the meantime.
 
     Raises:
-        InterruptedError: ``should_stop`` answered True, with no chunk under way; it is asked before every turn of all.
+        InterruptedError: ``should_stop``, called before every round of turns, returned True; no chunk is pending.
     """
     running = list(plays)
     while running:
@@ -256,7 +234,7 @@ def take_turns(plays: Sequence[Play], should_stop: Callable[[], bool] = lambda: 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A chunk that is under way; see PlayedChunk."""
+    """A pending chunk; see PlayedChunk."""
 
     seen: Observation
     task_id: NDArray[np.int64]

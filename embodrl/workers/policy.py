@@ -1,4 +1,4 @@
-"""From the configuration to a policy on its device."""
+"""From configuration to a policy on its device."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from embodrl.specs import LOSSES
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 
 
 def resolve_device(config: Config) -> torch.device:
-    """Return the device of the policy; auto is the first GPU if there is one.
+    """Return the policy's device; auto is the first GPU if there is one.
 
     Raises:
-        EmbodrlError: a GPU is asked for and torch sees none.
+        EmbodrlError: a GPU is requested and torch sees none.
     """
     setting = config.cluster.device
     if setting == "cuda" and not torch.cuda.is_available():
         raise EmbodrlError(
-            "cluster.device is cuda, and torch sees no GPU", "set cluster.device=auto or cpu", code="gpu-missing"
+            "cluster.device is cuda, but torch sees no GPU", "set cluster.device=auto or cpu", code="gpu-missing"
         )
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
@@ -55,28 +55,27 @@ def check_memory(
     device: torch.device | None = None,
     decoding: Decoding | Literal["all"] = "all",
 ) -> None:
-    """Refuse a model whose weights, gradients and optimizer, or prompts, can't fit, from its shapes and files alone.
+    """Reject a model whose weights, gradients and optimizer, or prompts, cannot fit, judging by shapes and files alone.
 
-    Refuse a decoding that it lacks, too: its family may have more than a small actor on it, or than its action head.
-
-    A checkpoint on the hub is not looked at: only its files tell its size.
+    Also reject a decoding that the policy lacks. Checkpoints on the hub are not checked: only their files tell the
+    size.
 
     Args:
-        config: the run.
-        deployment: of it.
-        training: there are gradients and an optimizer.
-        device: of the policy; None takes that of the configuration.
-        decoding: what the verb chooses actions by; ``all`` takes those that there are.
+        config: run configuration.
+        deployment: placement of the run.
+        training: include gradients and optimizer.
+        device: device of the policy; None uses the configured one.
+        decoding: decoding that the verb uses; ``all`` for every decoding of the policy.
 
     Raises:
-        EmbodrlError: the device has less memory, an instruction of the tasks is longer than a prompt may be, or there
-            is no such decoding, or the policy lacks what a setting of training needs.
+        EmbodrlError: the device has too little memory, a task instruction is longer than a prompt may be, the decoding
+            does not exist, or the policy lacks what a training setting needs.
         CheckpointError: see the family's builder.
     """
     model = config.model
     if model.model_path is not None and not Path(model.model_path).expanduser().is_dir():
         return
-    # A warm start has the size of the section, and need not be there any more when a run is resumed.
+    # A warm start has the size of the section; its file may be gone when a run is resumed.
     model = model.model_copy(update={"warm_start": None})
     device = resolve_device(config) if device is None else device
     policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
@@ -102,20 +101,20 @@ def check_memory(
 
 
 def check_policy_decoding(config: Config, policy: VLAPolicy, decoding: Decoding | Literal["all"]) -> None:
-    """Refuse a decoding that the policy lacks, before simulators start and clients ask.
+    """Reject a decoding that the policy lacks, before simulators start or clients connect.
 
     Raises:
-        EmbodrlError: see above.
+        EmbodrlError: the policy lacks the decoding.
     """
     if decoding != "all":
         check_decoding(decoding, policy.decodings, config.model.model_type)
 
 
 def check_features(config: Config, policy: VLAPolicy) -> None:
-    """Refuse settings of training that need what the policy does not offer.
+    """Reject training settings that need features the policy lacks.
 
     Raises:
-        EmbodrlError: see above.
+        EmbodrlError: a feature is missing.
     """
     algorithm = config.algorithm
     loss = LOSSES.entry(algorithm.loss_type)
@@ -135,18 +134,18 @@ def _memory_hint(config: Config, training: bool) -> str:
 
 
 def param_dtype(config: Config) -> torch.dtype:
-    """Return the type of the weights."""
+    """Return the dtype of the weights."""
     return torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
 
 
 def num_threads(config: Config) -> int:
-    """Return how many cores a policy may use that has this machine to itself; in workers see ``Deployment``."""
+    """Return the number of cores for a policy that has this machine to itself; workers use ``Deployment``."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else psutil.cpu_count() or 1
     return config.cluster.num_threads or cores
 
 
 def num_generators(config: Config, deployment: Deployment) -> list[int]:
-    """Return how many random generators each process that acts has; empty if only its engine knows."""
+    """Return the number of random generators of each acting process; empty if only its engine knows."""
     if config.rollout.backend != "native":
         return []
     on_cpu = resolve_device(config).type == "cpu"
@@ -154,35 +153,35 @@ def num_generators(config: Config, deployment: Deployment) -> list[int]:
 
 
 def configure_torch(config: Config, place: ProcessPlace | None = None, threads: int | None = None) -> torch.device:
-    """Set device, threads and seeds; return the device of the policy.
+    """Set device, threads and seeds; return the policy's device.
 
     Args:
-        config: the run.
-        place: of what the driver does itself, of whose GPUs it uses the first; None in workers, whose
-            CUDA_VISIBLE_DEVICES shows their own alone.
-        threads: of operations that prepare work for a GPU; None takes all cores.
+        config: run configuration.
+        place: placement of the driver's own work, which uses the first of its GPUs; None in workers, whose
+            CUDA_VISIBLE_DEVICES lists only their own.
+        threads: threads of operations that prepare work for a GPU; None uses all cores.
     """
     device = resolve_device(config)
-    if place is not None and place.visible == "":  # placed on the processor of a machine with GPUs
+    if place is not None and place.visible == "":  # placed on the CPU of a machine with GPUs
         device = torch.device("cpu")
     elif place is not None and place.devices and device.type == "cuda":
         torch.cuda.set_device(place.devices[0])
-    # The engines give whole batches to threads; torch must not split operations as well.
+    # The engines distribute whole batches over threads; torch must not split operations as well.
     torch.set_num_threads(1 if device.type == "cpu" else threads or num_threads(config))
     torch.manual_seed(config.runner.seed)
     if device.type == "cpu":
-        # As use_deterministic_algorithms(True), which imports the compiler as well: 1.7 s.
+        # Like use_deterministic_algorithms(True), which also imports the compiler: 1.7 s.
         torch.set_deterministic_debug_mode("error")
-        # It would write every new tensor twice; what reads memory before it is written is a bug anyway.
+        # It would fill every new tensor before its first write; reading uninitialised memory is a bug anyway.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         keep_freed_memory()
     return device
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what torch frees, up to 2 GiB, instead of giving it back to the system.
+    """Let glibc keep the memory that torch frees, up to 2 GiB, instead of returning it to the system.
 
-    Every micro-batch allocates and frees the same tensors of some megabytes. Mapping their pages again each time costs
+    Every micro-batch allocates and frees the same tensors of some megabytes. Remapping their pages each time costs
     about a tenth of an update.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -193,12 +192,7 @@ def keep_freed_memory() -> None:
 
 
 def build_policy(config: Config, device: torch.device | None = None) -> VLAPolicy:
-    """Build or load the policy, and log how the checkpoint's names were loaded.
-
-    Args:
-        config: the run.
-        device: None takes that of the configuration.
-    """
+    """Build or load the policy, and log the loaded names; ``device`` None uses the configured one."""
     device = resolve_device(config) if device is None else device
     policy, report = registry.build_policy(
         config.model, device=device, dtype=param_dtype(config), seed=config.runner.seed
@@ -220,13 +214,7 @@ def build_policy(config: Config, device: torch.device | None = None) -> VLAPolic
 
 @dataclass(frozen=True)
 class RecordedPolicy:
-    """A policy that acts in place of experts.
-
-    Attributes:
-        name: where it comes from.
-        engine: computes its actions.
-        fingerprint: of its weights, as ``weights_fingerprint``; "" if they are not known.
-    """
+    """A policy that acts in place of experts; ``fingerprint`` is its ``weights_fingerprint``, "" if unknown."""
 
     name: str
     engine: RolloutEngine
@@ -234,9 +222,9 @@ class RecordedPolicy:
 
 
 def weights_fingerprint(policy: VLAPolicy) -> str:
-    """Return what changes when a policy learns: a digest of names, shapes and at most about 500 numbers of each tensor.
+    """Return a digest of the names, the shapes and at most about 500 numbers of each tensor.
 
-    It tells two policies apart within moments, however large; it does not detect damage.
+    It distinguishes two policies within moments, however large they are; it does not detect damage.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(policy.state_dict().items()):

@@ -1,7 +1,7 @@
-"""What training keeps of a play: columns of a ``TrajectoryBatch``, and episodes to judge.
+"""Recorders of training: columns of a ``TrajectoryBatch``, and episodes to judge.
 
-Shapes: T policy steps (chunks), B environments, K values per chunk, C actions in a chunk, A action dimensions,
-V cameras, H x W image, S state dimensions.
+Shapes: T policy steps (chunks), B environments, K values per chunk, C actions in a chunk, A action dimensions, V
+cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations
@@ -27,20 +27,15 @@ from embodrl.workers.episode import Episode
 from embodrl.workers.play import PlayedChunk, Recorder
 
 NO_VERSION = -1
-"""Version of values that are zeros, or that may be of several versions of the weights."""
+"""Version of values that are zeros, or may come from several versions of the weights."""
 
 Judge = Callable[[Episode], int]
-"""Gets an episode, as far as it got, and returns a ``call_id``."""
+"""Receives an episode as far as it got, and returns a ``call_id``."""
 
 
 @dataclass(frozen=True)
 class Judging:
-    """What the rewards of a run ask of its rollouts.
-
-    Attributes:
-        keep_frames: keep the images of the first camera.
-        judge: called with every episode when it ends; None leaves all episodes to the end of the rollout.
-    """
+    """Requirements of rewards on rollouts; ``judge`` gets every ended episode, None defers all to the rollout's end."""
 
     keep_frames: bool = False
     judge: Judge | None = None
@@ -50,20 +45,13 @@ NOT_JUDGED = Judging()
 
 
 def make_recorders(config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging) -> list[Recorder]:
-    """Return the recorders that the algorithm and the rewards of a run ask for.
-
-    Args:
-        config: the run.
-        pool: the environments, started.
-        engine: the policy.
-        judging: what the rewards ask for.
-    """
+    """Return the recorders that the algorithm and the rewards of a run need."""
     loss = LOSSES.entry(config.algorithm.loss_type)
     auto_reset = config.env.train.auto_reset
     transitions = TransitionRecorder()
     off_policy = loss.off_policy and not loss.imitates
     asks_expert = loss.imitates or config.algorithm.off_policy.interventions
-    # First: the judge reads what it has kept of the same chunk.
+    # First, because the judge reads what it kept of the same chunk.
     recorders: list[Recorder] = [transitions]
     if loss.needs_values:
         recorders.append(ValueRecorder(engine, config.algorithm.bootstrap_type == "truncation"))
@@ -82,11 +70,11 @@ def make_recorders(config: Config, pool: EnvPool, engine: RolloutEngine, judging
 
 
 def make_corrector(config: Config, pool: EnvPool) -> Corrector:
-    """Return who may act in the policy's place.
+    """Return the corrector that may act in place of the policy.
 
     Raises:
-        MissingDependencyError: the package of the device is not installed.
-        UsageError: the device is not there.
+        MissingDependencyError: the device's package is not installed.
+        UsageError: the device is not connected.
     """
     device = config.algorithm.off_policy.intervention_device
     if device is None or not config.algorithm.off_policy.interventions:
@@ -99,11 +87,7 @@ def _stacked(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class TransitionRecorder(Recorder):
-    """Keeps what every algorithm learns from.
-
-    Attributes:
-        steps: columns ``[B,...]`` of each chunk.
-    """
+    """Keeps the data that every algorithm learns from, as columns ``[B,...]`` of each chunk."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Tensor]] = []
@@ -119,7 +103,7 @@ class TransitionRecorder(Recorder):
         self._inputs.append({name: tensor.cpu() for name, tensor in output.forward_inputs.items()})
         self.steps.append(
             {
-                # float32: ratios are exponentials of differences of log-probs, which bfloat16 would round away.
+                # float32: ratios are exponentials of log-prob differences, which bfloat16 would round away.
                 "logprobs": output.logprobs.float().cpu(),
                 # Copies: the pool reuses this memory after the next chunk.
                 "rewards": torch.from_numpy(step.reward.copy()),
@@ -137,7 +121,7 @@ class TransitionRecorder(Recorder):
 
 
 class NoValues(Recorder):
-    """Fills the columns of a critic with zeros, for algorithms without one."""
+    """Fills a critic's columns with zeros, for algorithms without one."""
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
         self._shape = (0, len(seeds))
@@ -155,12 +139,7 @@ class NoValues(Recorder):
 
 
 class ValueRecorder(Recorder):
-    """Keeps the critic's values of all observations.
-
-    Args:
-        engine: the policy, with a critic.
-        bootstrap: values of the last observation are wanted where the step limit ended an episode.
-    """
+    """Keeps the critic's values, with ``bootstrap`` also of last observations where the step limit ended an episode."""
 
     def __init__(self, engine: RolloutEngine, bootstrap: bool) -> None:
         self.engine = engine
@@ -185,7 +164,7 @@ class ValueRecorder(Recorder):
 
     def end(self, last: PlayedChunk) -> None:
         self._last, version = self._values(last.step.observation)
-        # An episode that ended is bootstrapped from its own final observation, so its version stays.
+        # An ended episode is bootstrapped from its own final observation, so its version stays.
         goes_on = torch.from_numpy(~last.step.done)
         self._steps[-1]["value_version"] = torch.where(goes_on, version, self._steps[-1]["value_version"])
 
@@ -195,25 +174,21 @@ class ValueRecorder(Recorder):
         return {**columns, "values": torch.cat([columns["values"], self._last[None]])}
 
     def _values(self, observation: Observation) -> tuple[Tensor, int]:
-        """Return values ``float32[B,K]`` and the version of the weights that they are of, if it is known."""
-        # In an asynchronous run the weights may be swapped in between.
+        """Return values ``float32[B,K]`` and the version of their weights, if known."""
+        # In an asynchronous run the weights may be swapped in the meantime.
         before = self.engine.version
         values = self.engine.values(observation)
         return values, before if self.engine.version == before else NO_VERSION
 
 
 class FinalRecorder(Recorder):
-    """Keeps what off-policy algorithms need beyond that: the actions, and what the policy sees at the end.
-
-    Args:
-        engine: the policy.
-    """
+    """Also keeps what off-policy algorithms need: the actions, and the policy's inputs at the end of episodes."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
         self._actions: list[Tensor] = []
         self._inputs: list[dict[str, Tensor]] = []
-        self._blank: dict[str, Tensor] = {}  # inputs of one row, zeros
+        self._blank: dict[str, Tensor] = {}  # zero inputs of one row
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
         self._actions = []
@@ -223,11 +198,11 @@ class FinalRecorder(Recorder):
         chosen = chunk.output.forward_inputs.get(CHOSEN)
         self._actions.append(torch.from_numpy(chunk.output.actions.copy()) if chosen is None else chosen.cpu())
         final = chunk.step.final_observation
-        # Without a final observation no row is cut off, and any observation gives the shapes.
+        # Without final observations no row was truncated, and any observation provides the shapes.
         self._inputs.append(self._final(chunk.seen if final is None else final, chunk.cut_off))
 
     def end(self, last: PlayedChunk) -> None:
-        # The next observation of an episode that continues lies behind the last row, so it is kept as a final one.
+        # The next observation of a continuing episode would be beyond the last row, so it is kept as a final one.
         rows = np.flatnonzero(~last.step.done)
         end = self._final(last.step.observation, rows)
         for name, tensor in self._inputs[-1].items():
@@ -244,18 +219,14 @@ class FinalRecorder(Recorder):
             one = self.engine.inputs(seen.select(np.zeros(1, np.int64)))
             self._blank = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
         whole = {name: blank.repeat(seen.batch_size, *[1] * (blank.ndim - 1)) for name, blank in self._blank.items()}
-        if len(rows):  # of these alone: inputs may cost as much as acting
+        if len(rows):  # only these rows: computing inputs may cost as much as acting
             for name, tensor in self.engine.inputs(seen.select(rows)).items():
                 whole[name][torch.from_numpy(rows)] = tensor
         return whole
 
 
 class LabelRecorder(Recorder):
-    """Lets experts label what the policy sees, and act in its place; keeps the labels as the group ``expert``.
-
-    Args:
-        corrector: corrector that asks the experts, closed with the recorder.
-    """
+    """Has experts label observations and act in the policy's place; keeps the labels as the group ``expert``."""
 
     def __init__(self, corrector: Corrector) -> None:
         self.corrector = corrector
@@ -271,7 +242,7 @@ class LabelRecorder(Recorder):
         return output
 
     def kept(self, labels: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the columns of a step that are kept."""
+        """Return a step's columns to keep."""
         return labels
 
     def after(self, chunk: PlayedChunk) -> None:
@@ -285,7 +256,7 @@ class LabelRecorder(Recorder):
 
 
 class SourceRecorder(LabelRecorder):
-    """As LabelRecorder, for critics: they need to know only who acted, since pictures are in the policy's inputs."""
+    """Like LabelRecorder, for critics: keeps only who acted, since images are in the policy's inputs."""
 
     def kept(self, labels: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"source": labels["source"]}
@@ -295,14 +266,9 @@ class SourceRecorder(LabelRecorder):
 
 
 def seen_after(chunk: PlayedChunk, auto_reset: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Return what is seen after a chunk, of the episode that it belongs to.
+    """Return the observation after a chunk, of its own episode: ``uint8[B,V,H,W,3]`` and ``float32[B,S]``.
 
-    Args:
-        chunk: chunk of the play.
-        auto_reset: setting by which ``chunk.step`` has the first observation of the next episode where one has ended.
-
-    Returns:
-        images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
+    With ``auto_reset``, ``chunk.step`` holds the next episode's first observation where one has ended.
     """
     step = chunk.step
     before = chunk.seen
@@ -318,11 +284,7 @@ def seen_after(chunk: PlayedChunk, auto_reset: bool) -> tuple[NDArray[np.uint8],
 
 
 class FrameRecorder(Recorder):
-    """Keeps what the first camera sees after each chunk.
-
-    Args:
-        auto_reset: see ``seen_after``.
-    """
+    """Keeps the first camera's image after each chunk; ``auto_reset`` as in ``seen_after``."""
 
     def __init__(self, auto_reset: bool) -> None:
         self.auto_reset = auto_reset
@@ -340,12 +302,9 @@ class FrameRecorder(Recorder):
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a chunk led to, apart from the columns of a batch.
+    """A chunk's results that are not in the batch columns; for images and states see ``seen_after``.
 
-    Attributes:
-        images, states: images and states after it; see ``seen_after``.
-        actions: ``float32[B,C,A]``.
-        instruction: B of them.
+    ``actions`` are ``float32[B,C,A]``.
     """
 
     images: NDArray[np.uint8]
@@ -355,13 +314,9 @@ class _Seen:
 
 
 class JudgeRecorder(Recorder):
-    """Has every episode judged when it has ended, and at the end of the rollout those that continue.
+    """Has every episode judged when it ends, and running episodes at the end of the rollout.
 
-    Args:
-        judge: function that gets the episodes.
-        transitions: recorder called before, keeps the other columns.
-        pool: the environments, started.
-        auto_reset: see ``seen_after``.
+    ``transitions``, called before, records the other columns; for ``auto_reset`` see ``seen_after``.
     """
 
     def __init__(self, judge: Judge, transitions: TransitionRecorder, pool: EnvPool, auto_reset: bool) -> None:
@@ -371,8 +326,10 @@ class JudgeRecorder(Recorder):
         self.auto_reset = auto_reset
         self._seen: list[_Seen] = []
         self._call_ids: list[Tensor] = []
-        self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
-        self._starts: dict[int, tuple[NDArray[np.uint8], NDArray[np.float32]]] = {}  # what they began with, by row
+        self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # first chunk of the current episodes
+        self._starts: dict[
+            int, tuple[NDArray[np.uint8], NDArray[np.float32]]
+        ] = {}  # their initial observations, by row
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
         self._seen = []
@@ -397,11 +354,11 @@ class JudgeRecorder(Recorder):
         return {"call_id": torch.stack(self._call_ids)}
 
     def _begin_call(self, row: int) -> None:
-        """Have the episode of an environment judged as far as it got; the next chunk begins another one."""
+        """Start judging an environment's episode as far as it got; the next chunk begins another episode."""
         steps = self.transitions.steps
         since = int(self._since[row])
         self._since[row] = len(steps)
-        # A chunk without a valid action belongs to an episode that a fault has ended.
+        # A chunk without valid actions belongs to an episode that a fault ended.
         chunks = [i for i in range(since, len(steps)) if bool(steps[i]["valid"][row].any())]
         if not chunks:
             return

@@ -1,4 +1,4 @@
-"""What plays the episodes of workflows."""
+"""Registered runners of workflow episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout backend that runs in processes of its own, on this machine or on others."""
+"""The rollout backend that runs in separate processes, on this machine or others."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ from embodrl.workers.weights import WeightChannel
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-# Signals wait until the process looks for them, which it does before each chunk.
+# Signals wait until the process polls them, which it does before each chunk.
 _STOP_PLACES = 16
-# Each place is a bucket of weights that may be in flight.
+# Each slot holds a bucket of weights that may be in flight.
 _PIPE_PLACES = 4
 _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
 _PATIENCE = 0.4
-"""What a process may take to answer once a signal has come, as a fraction of ``runner.stop_timeout_s``."""
+"""Time a process may take to answer after a stop signal, as a fraction of ``runner.stop_timeout_s``."""
 
 
 def sends_weights(config: Config, deployment: Deployment) -> bool:
-    """Return whether the training processes send their weights to the rollout processes themselves."""
-    # In asynchronous runs a restarted process needs the version in use while the next one trains, which only the driver
-    # keeps.
+    """Return whether the training processes send their weights directly to the rollout processes."""
+    # In asynchronous runs a restarted process needs the current version while the next one trains, and only the driver
+    # keeps it.
     return deployment.main_component is None and not config.runner.max_staleness
 
 
 def rollout_channels(launcher: Launcher, size: int) -> dict[str, Channel]:
-    """Return the channels of the rollout processes by name; see ``channel_names``."""
+    """Return the rollout processes' channels by name; see ``channel_names``."""
     return {
         name: launcher.channel(name, _STOP_PLACES if kind == "stop" else _PIPE_PLACES)
         for rank in range(size)
@@ -70,7 +70,7 @@ def rollout_channels(launcher: Launcher, size: int) -> dict[str, Channel]:
 
 
 def channels_of(channels: Mapping[str, Channel], kind: str) -> dict[str, Channel]:
-    """Return the channels of one kind by name, in the order of the ranks."""
+    """Return the channels of one kind by name, in rank order."""
     return {name: channel for name, channel in channels.items() if name.startswith(f"{kind}_")}
 
 
@@ -84,12 +84,12 @@ def launch_rollouts(
     """Start the rollout processes of a deployment, with their simulators.
 
     Raises:
-        WorkerError: a process could not be started; none is left.
+        WorkerError: a process could not be started; the others have been stopped.
     """
     group = WorkerGroup(
         RolloutProcess,
         "rollout",
-        # A process that dies must not end the others: each is restarted by itself.
+        # A process that dies must not end the others: each is restarted on its own.
         independent=True,
         config=config,
         deployment=deployment,
@@ -98,23 +98,175 @@ def launch_rollouts(
     return group.launch(deployment.of("rollout"), launcher, channels, log_dir, _START_TIMEOUT_S)
 
 
-class RemoteBackend(RolloutBackend):
-    """Rollouts in processes of their own, on this machine or on others, each with a share of the environments.
-
-    A process that dies is restarted, gets the weights, and repeats what it was doing; the others continue. If the run
-    is to end soon (``stop_requested``), it is not: what is known of its random numbers takes its place in a checkpoint.
-
-    Args:
-        config: the run.
-        group: group of the rollout processes, started.
-        channels: those that they were started with.
-        weights: the way of the weights to them.
-        policy: policy of the driver: its weights are what the processes start with.
-        trainer: trains; if it is in this process, it may have the policy offloaded.
-        should_stop: function called regularly; True interrupts what is in progress.
+class KnownStates:
+    """What is known of the rollout processes, for replacements and checkpoints.
 
     Attributes:
-        rewards: replace the rewards of batches; adopt those that the processes have called for.
+        snapshots: where each process was; None until it has answered.
+        faults: faults of all processes since the start of the run.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.snapshots: list[Snapshot | None] = [None for _ in range(size)]
+        self.faults = FaultCounts()
+        self._reported: list[dict[str, int]] = [{} for _ in range(size)]
+
+    def note(self, rank: int, answer: Answer) -> None:
+        """Record the faults and the snapshot in an answer."""
+        known = self._reported[rank]
+        # Processes report totals; only the increase is added.
+        for name, number in answer["faults"].items():
+            self.faults.count(name, number - known.get(name, 0))
+        self._reported[rank] = answer["faults"]
+        self.snapshots[rank] = answer.get("carried", self.snapshots[rank])
+
+    def note_restart(self, rank: int) -> None:
+        """Count a restart; the replacement counts its faults from 0."""
+        self._reported[rank] = {}
+        self.faults.count("rollout_restarts")
+
+    def remember(self, random: Sequence[list[str] | None]) -> None:
+        """Store random states for replacements; None keeps a lost process where its update began."""
+        for rank, (numbers, known) in enumerate(zip(random, self.snapshots, strict=True)):
+            where = known["before"] if numbers is None and known is not None else numbers
+            if where is not None:
+                self.snapshots[rank] = _no_update(where)
+
+    def end_update(self) -> None:
+        """Forget the updates in progress: with new weights, a replacement could not repeat them."""
+        self.snapshots = [None if known is None else _no_update(known["random"]) for known in self.snapshots]
+
+    def state_of_lost(self, rank: int) -> RolloutState:
+        """Return the known state of a process that died while the run was stopping: random numbers, no simulators."""
+        known = self.snapshots[rank]
+        return RolloutState({LOST: True} | ({} if known is None else {"random": known["random"]}))
+
+
+class ActingWeights:
+    """The weights that the processes act with, which replacements receive.
+
+    Args:
+        policy: the driver's policy.
+        trainer: train engine; the driver's policy may be offloaded.
+        may_be_stale: during rollouts the policy trains on, so its weights belong to no version.
+
+    Attributes:
+        version: completed updates of these weights.
+    """
+
+    def __init__(self, policy: VLAPolicy, trainer: TrainEngine, may_be_stale: bool) -> None:
+        self.version = 0
+        self._policy = policy
+        self._trainer = trainer
+        self._trained = trained_names(policy)
+        self._may_be_stale = may_be_stale
+        self._copies: dict[str, Tensor] = {}
+
+    def keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy the trainable weights if the policy trains on; frozen ones are read from the policy."""
+        # Otherwise they are not read: gathering them from training processes is expensive.
+        if self._may_be_stale:
+            self._copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self._trained}
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield names and tensors."""
+        with self._trainer.present():
+            yield from (dict(self._policy.state_dict()) | self._copies).items()
+
+
+class ProcessRestarts:
+    """Restarts of rollout processes within a budget.
+
+    Attributes:
+        lock: held during a restart. Several threads of an asynchronous run may see the same death; the first restarts
+            the process, the others wait.
+        incarnations: restarts of each process.
+        new: ranks restarted, and without their predecessors' state.
+    """
+
+    def __init__(self, group: WorkerGroup, budget: RestartBudget) -> None:
+        self.lock = threading.Lock()
+        self.incarnations = [0 for _ in range(group.world_size)]
+        self.new: set[int] = set()
+        self._group = group
+        self._budget = budget
+        self._lost: set[int] = set()  # died while the run was stopping
+
+    def restart(self, error: WorkerError, on_restart: Callable[[int], None]) -> None:
+        """Restart a process; ``on_restart`` is called with its rank before each attempt.
+
+        Raises:
+            WorkerDied: the budget is exhausted.
+            InterruptedError: the run is about to end.
+        """
+        rank = error.rank
+        while True:
+            if stop_requested.is_set():
+                self._leave_lost(error)
+            self._count(error)
+            on_restart(rank)
+            try:
+                self._group.restart(rank, _START_TIMEOUT_S, stop_requested.is_set)
+                self.new.add(rank)
+                return
+            except WorkerError as again:
+                error = again
+            except InterruptedError:
+                # A stop was requested meanwhile, so the next turn does not restart the process.
+                continue
+
+    def _leave_lost(self, error: WorkerError) -> NoReturn:
+        if error.rank not in self._lost:
+            self._lost.add(error.rank)
+            logger.warning("not restarted, as the run is about to end: %s", error.message)
+        raise InterruptedError from error
+
+    def _count(self, error: WorkerError) -> None:
+        if not self._budget.take():
+            raise WorkerDied(
+                f"stopped after {self._budget.limit} restarts of rollout processes: {error.message}",
+                error.hint,
+                error.rank,
+                log_tail=error.log_tail,
+            ) from error
+        self.incarnations[error.rank] += 1
+        logger.warning("restart %s of a rollout process: %s", self._budget.used, error.message)
+        error.__traceback__ = None  # its call refers to it: a cycle, with all that the frames of this iteration hold
+
+
+class _Patience:
+    """Kills processes that have not answered long after a stop request."""
+
+    def __init__(self, group: WorkerGroup, timeout_s: float) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self._stop_requested_at: float | None = None
+
+    def end_late(self, handles: Mapping[int, Handle]) -> None:
+        if not stop_requested.is_set():
+            return
+        self._stop_requested_at = self._stop_requested_at or time.monotonic()
+        if time.monotonic() - self._stop_requested_at < self._timeout_s:
+            return
+        for rank in [rank for rank, handle in handles.items() if not handle.done]:
+            self._group.give_up(rank, f"has not answered for {self._timeout_s:g} s after a signal")
+
+
+class RemoteBackend(RolloutBackend):
+    """Rollouts in separate processes, on this machine or others, each with a share of the environments.
+
+    A process that dies is restarted, receives the weights, and repeats its last request; the others continue. If the
+    run is about to end (``stop_requested``), it stays dead, and a checkpoint stores its last known random state
+    instead.
+
+    Args:
+        channels: channels that the processes were started with.
+        policy: the driver's policy, whose weights the processes start with.
+        trainer: train engine; if it is in this process, the driver's policy may be offloaded.
+        should_stop: polled regularly; True interrupts the current request.
+
+    Attributes:
+        rewards: replaces the rewards of batches; adopts the rewards that the processes have requested.
     """
 
     def __init__(
@@ -131,33 +283,22 @@ class RemoteBackend(RolloutBackend):
         self.group = group
         self.link = weights
         self.should_stop = should_stop
-        self.policy = policy
-        self.trainer = trainer
-        self.trained = trained_names(policy)
-        self.size = group.world_size
+        self.known = KnownStates(group.world_size)
+        self.faults = self.known.faults
+        self._acting = ActingWeights(policy, trainer, may_be_stale=config.runner.max_staleness > 0)
+        budget = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
+        self._restarts = ProcessRestarts(group, budget)
+        self._patience = _Patience(group, _PATIENCE * config.runner.stop_timeout_s)
         self._stop = list(channels_of(channels, "stop").values())
-        self.faults = FaultCounts()
-        self._known_faults: list[dict[str, int]] = [{} for _ in range(self.size)]
-        self._carried: list[Snapshot | None] = [None for _ in range(self.size)]
-        self._new: set[int] = set()  # restarted, and without the state of their predecessors
-        self._lost: set[int] = set()  # died as the run was to end
-        self._stop_requested_at: float | None = None
         self._calls = itertools.count()
-        self._incarnations = [0 for _ in range(self.size)]
         self._pings: dict[int, Handle] = {}
-        # Several threads of an asynchronous run may meet the same death; the first restarts the process, the others
-        # wait.
-        self._revival = threading.Lock()
-        self._restarts = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
-        self._version = 0
-        self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = self._state_dict
         about = self.group.call_on(0, "about").result()
         self.tasks = list(about["tasks"])
         self.rewards = RewardWorker(config, tuple(self.tasks))
-        policy.seen_state_dim = int(about["state_dim"])  # it acts there only
-        self._keep(policy.state_dict().items())
-        # A process may die while it joins, and is then restarted, for which the lock must be held.
-        with self._revival:
+        policy.seen_state_dim = int(about["state_dim"])  # the policy acts only in the rollout processes
+        self._acting.keep(policy.state_dict().items())
+        # A process may die while it joins; the restart needs the lock.
+        with self._restarts.lock:
             self._join_all()
         self.collector: Collector
         if config.runner.max_staleness:
@@ -167,73 +308,63 @@ class RemoteBackend(RolloutBackend):
         else:
             self.collector = RemoteCollector(self)
 
+    @property
+    def size(self) -> int:
+        """Number of rollout processes."""
+        return self.group.world_size
+
     def close(self) -> None:
-        """End asynchronous rollouts and the weight channel."""
+        """Stop asynchronous rollouts and close the weight channel."""
         self.collector.close()
         self.link.close()
 
     def accept_batch(self, answer: Gathered) -> TrajectoryBatch:
-        """Return the batch of an answer, whose rewards are known to the reward worker from then on."""
+        """Return the batch of an answer, and register its rewards with the reward worker."""
         batch = answer["batch"]
         if answer["rewards"] is not None:
             self.rewards.adopt(batch, answer["rewards"])
         return batch
 
-    # -- weights ------------------------------------------------------------------------------------------------------
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Send these weights to all processes, and wait until they use them, unless the run is to end soon.
+        """Send these weights to all processes, and wait until they use them, unless the run is about to end.
 
         Raises:
-            WeightSyncError: they did not arrive, in several attempts.
-            WorkerDied: ``rollout.max_restarts`` are used up.
+            WeightSyncError: several attempts failed.
+            WorkerDied: ``rollout.max_restarts`` is exhausted.
         """
-        # InterruptedError: a process has died and the run is to end, so that no rollout will need these weights.
-        with self._revival, suppress(InterruptedError):
-            self._keep(weights)
-            went_back = version <= self._version
-            self._version = version
-            if not self.config.runner.max_staleness:  # asynchronous rollouts restore random numbers only
-                # New weights end the update, and with it what a successor would need to repeat it.
-                self._carried = [None if known is None else _no_update(known["random"]) for known in self._carried]
-            if went_back:  # to a checkpoint, and a weight channel accepts increasing versions only
+        # InterruptedError: a process died while the run is stopping, so no rollout will need these weights.
+        with self._restarts.lock, suppress(InterruptedError):
+            self._acting.keep(weights)
+            went_back = version <= self._acting.version
+            self._acting.version = version
+            if not self.config.runner.max_staleness:  # asynchronous rollouts restore only random numbers
+                self.known.end_update()
+            if went_back:  # back to a checkpoint, while a weight channel accepts only increasing versions
                 self._join_all()
                 return
-            if stop_requested.is_set():  # the run is ending: no rollout will use them
+            if stop_requested.is_set():  # the run is stopping: no rollout will use them
                 return
             try:
-                self.link.send(self._weights(), version, self._check)
+                self.link.send(self._acting.tensors(), version, self._check)
             except (WeightSyncError, WorkerDied) as error:
                 if stop_requested.is_set():
                     return
-                logger.warning("weights of version %d: %s; they are sent again in full", version, error)
+                logger.warning("weights of version %d: %s; all weights are sent again", version, error)
                 self._join_all()
 
-    def _keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep the weights in use, for processes that are restarted."""
-        if not self.config.runner.max_staleness:
-            self._weights = self._state_dict
-            return
-        # While rollouts run, the policy trains on: its weights are of no version.
-        # Only what trains can change; frozen weights are read from the policy.
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self.trained}
-        self._weights = lambda: ((name, copies.get(name, tensor)) for name, tensor in self._state_dict())
-
-    def _state_dict(self) -> Iterable[tuple[str, Tensor]]:
-        with self.trainer.present():
-            yield from self.policy.state_dict().items()
-
     def _join_all(self) -> None:
-        """Reconnect all processes, restarting those that have died, and send all weights."""
+        """Reconnect all processes, restart dead ones, and send all weights."""
         for attempt in itertools.count(1):
             try:
                 options = self.link.options()
-                # The receivers begin to connect before the sender opens: a rendezvous of a collective sync needs both
+                # The receivers start connecting before the sender opens: the rendezvous of a collective sync needs both
                 # at once.
                 handles = [self.group.call_on(rank, "join", options) for rank in range(self.size)]
                 self.link.open(options, lambda handles=handles: _raise_known(handles))
                 wait_all(handles)
-                self.link.send(self._weights(), self._version, self._check)
+                self.link.send(self._acting.tensors(), self._acting.version, self._check)
                 self._restore_new()
                 return
             except WorkerDied as error:
@@ -242,7 +373,7 @@ class RemoteBackend(RolloutBackend):
                 if attempt >= _SYNC_ATTEMPTS:
                     raise
                 logger.warning("%s", error)
-                # A sync that fails names no process, so each one is asked in order to find those that have died.
+                # A failed sync names no process, so each one is queried to find the dead ones.
                 for rank in range(self.size):
                     try:
                         self.group.call_on(rank, "about").result()
@@ -250,79 +381,42 @@ class RemoteBackend(RolloutBackend):
                         self._revive(died)
 
     def _restore_new(self) -> None:
-        """Restore the state of their predecessors in restarted processes; further weights would end their update."""
-        for rank in sorted(self._new):
-            if (carried := self._carried[rank]) is not None:
+        """Give restarted processes their predecessors' state; further weights would end their update."""
+        for rank in sorted(self._restarts.new):
+            if (carried := self.known.snapshots[rank]) is not None:
                 self.group.call_on(rank, "restore", carried).result()
-            self._new.remove(rank)
+            self._restarts.new.remove(rank)
 
     def _check(self) -> None:
-        """Raise if a process is known to have died."""
         for rank in range(self.size):
-            # A process in a rollout answers late: its earlier ping stays pending, so that pings do not add up.
+            # A process in a rollout answers late: reuse its pending ping, so that pings do not pile up.
             ping = self._pings.pop(rank, None) or self.group.call_on(rank, "about")
-            self._end_late({rank: ping})
+            self._patience.end_late({rank: ping})
             if not ping.done:
                 self._pings[rank] = ping
             elif ping.error is not None:
                 raise ping.error
 
     def revive(self, error: WorkerDied, incarnation: int) -> None:
-        """Restart a process, with the weights in use.
-
-        Args:
-            error: error of the one that died.
-            incarnation: incarnation of that process; nothing happens if it has been restarted since.
+        """Restart a process with the current weights, unless ``incarnation`` has been restarted already.
 
         Raises:
-            WorkerDied: ``rollout.max_restarts`` are used up.
-            InterruptedError: the run is to end soon.
+            WorkerDied: ``rollout.max_restarts`` is exhausted.
+            InterruptedError: the run is about to end.
         """
-        with self._revival:
-            if self._incarnations[error.rank] == incarnation:
+        with self._restarts.lock:
+            if self._restarts.incarnations[error.rank] == incarnation:
                 self._revive(error)
                 self._join_all()
 
     def _revive(self, error: WorkerError) -> None:
-        rank = error.rank
-        while True:
-            if stop_requested.is_set():
-                self._leave_lost(error)
-            self._count_restart(error)
-            try:
-                self.group.restart(rank, _START_TIMEOUT_S, stop_requested.is_set)
-                self._new.add(rank)
-                return
-            except WorkerError as again:
-                error = again
-            except InterruptedError:
-                # ``hurry`` was set meanwhile, so that the next turn does not restart the process.
-                continue
+        self._restarts.restart(error, self._note_restart)
 
-    def _leave_lost(self, error: WorkerError) -> NoReturn:
-        if error.rank not in self._lost:
-            self._lost.add(error.rank)
-            logger.warning("not restarted, as the run is to end: %s", error.message)
-        raise InterruptedError from error
-
-    def _count_restart(self, error: WorkerError) -> None:
-        rank = error.rank
-        if not self._restarts.take():
-            raise WorkerDied(
-                f"stopped after {self._restarts.limit} restarts of rollout processes: {error.message}",
-                error.hint,
-                rank,
-                log_tail=error.log_tail,
-            ) from error
-        self._incarnations[rank] += 1
+    def _note_restart(self, rank: int) -> None:
         self._pings.pop(rank, None)
-        # A new process counts its faults from 0.
-        self._known_faults[rank] = {}
-        self.faults.count("rollout_restarts")
-        logger.warning("restart %s of a rollout process: %s", self._restarts.used, error.message)
-        error.__traceback__ = None  # its call refers to it: a cycle, with all that the frames of this iteration hold
+        self.known.note_restart(rank)
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def call(
         self,
@@ -331,24 +425,24 @@ class RemoteBackend(RolloutBackend):
         ranks: Sequence[int] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Any]:
-        """Return what the processes answer to a request that can be interrupted; who dies is asked again.
+        """Return the processes' answers to an interruptible request; a process that dies is restarted and asked again.
 
         Args:
             method: method of RolloutProcess.
-            arguments: arguments after the number of the call, by process.
+            arguments: arguments after the call number, by process.
             ranks: the processes; None for all.
-            should_stop: function asked now and then; None takes that of the run.
+            should_stop: polled now and then; None uses the run's.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True, or a process has died as the run was to end.
-            WorkerError: a method raised, or processes die again and again.
+            InterruptedError: ``should_stop`` returned True, or a process died while the run is stopping.
+            WorkerError: a method raised, or processes keep dying.
         """
         ranks = range(self.size) if ranks is None else ranks
         should_stop = should_stop or self.should_stop
-        # Signals carry the number of the call, so that a late one does not stop the next request.
+        # Signals carry the call number, so that a late one does not stop the next request.
         call = next(self._calls)
-        # Noted before the calls begin, so that a process that another thread restarts meanwhile is not restarted twice.
-        incarnations = list(self._incarnations)
+        # Noted before the calls begin, so that a process restarted by another thread is not restarted twice.
+        incarnations = list(self._restarts.incarnations)
         given = dict(zip(ranks, arguments, strict=True))
         handles = {rank: self.group.call_on(rank, method, call, *own) for rank, own in given.items()}
         answers: dict[int, Answer | None] = {}
@@ -358,29 +452,29 @@ class RemoteBackend(RolloutBackend):
                 if not stopped and should_stop():
                     stopped = True
                     self._signal(call, pending)
-                self._end_late(handles)
+                self._patience.end_late(handles)
                 futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
-                # Answers of living processes first: they must be recorded before a restart, for which all processes are
-                # synchronized.
+                # Answers of living processes first: they must be recorded before a restart, which synchronises all
+                # processes.
                 gone = {rank: isinstance(handles[rank].error, WorkerDied) for rank in pending}
                 for rank, dead in sorted(gone.items(), key=lambda item: item[1]):
-                    # Who takes the place of another gets its weights when all are free to meet.
+                    # A replacement receives its weights once all processes are free to synchronise.
                     if not handles[rank].done or (dead and not all(handles[other].done for other in pending)):
                         continue
                     try:
                         answers[rank] = answer = handles[rank].result()
-                        if answer is not None:  # at once: it may die before the others have answered
-                            self._learn(rank, answer)
+                        if answer is not None:  # immediately: it may die before the others have answered
+                            self.known.note(rank, answer)
                     except WorkerDied as error:
                         self.revive(error, incarnations[rank])
-                        incarnations[rank] = self._incarnations[rank]
-                        # The request ends with InterruptedError in any case, so the successor has nothing to repeat.
+                        incarnations[rank] = self._restarts.incarnations[rank]
+                        # The request ends with InterruptedError anyway, so the replacement has nothing to repeat.
                         if stopped:
                             answers[rank] = None
                         else:
                             handles[rank] = self.group.call_on(rank, method, call, *given[rank])
-        except BaseException:  # a signal too must not leave calls that are waited for; raised again
+        except BaseException:  # also after a signal, which is re-raised: no call may stay pending
             self._give_up(call, {rank: handles[rank] for rank in handles if rank not in answers})
             raise
         found = [answer for answer in answers.values() if answer is not None]
@@ -388,66 +482,30 @@ class RemoteBackend(RolloutBackend):
             raise InterruptedError
         return [answers[rank] or {} for rank in ranks]
 
-    def remember(self, random: Sequence[list[str] | None]) -> None:
-        """Keep where the random numbers of each process are, for one that takes its place.
-
-        Args:
-            random: states by process; None for one that is lost, and is taken to be where its update began.
-        """
-        for rank, (numbers, known) in enumerate(zip(random, self._carried, strict=True)):
-            where = known["before"] if numbers is None and known is not None else numbers
-            if where is not None:
-                self._carried[rank] = _no_update(where)
-
-    def state_of_lost(self, rank: int) -> RolloutState:
-        """Return what is known of a process that died as the run was to end: its random numbers, not its simulators."""
-        known = self._carried[rank]
-        return RolloutState({LOST: True} | ({} if known is None else {"random": known["random"]}))
-
-    def _end_late(self, handles: Mapping[int, Handle]) -> None:
-        """Kill the processes that have not answered long after the run was asked to end soon."""
-        if not stop_requested.is_set():
-            return
-        self._stop_requested_at = self._stop_requested_at or time.monotonic()
-        patience_s = _PATIENCE * self.config.runner.stop_timeout_s
-        if time.monotonic() - self._stop_requested_at < patience_s:
-            return
-        for rank in [rank for rank, handle in handles.items() if not handle.done]:
-            self.group.give_up(rank, f"has not answered for {patience_s:g} s after a signal")
-
     def _signal(self, call: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
             try:
                 self._stop[rank].put(call, 0.0)
             except ChannelTimeout:
-                logger.warning("rollout process %d has not looked for signals", rank)
+                logger.warning("rollout process %d has not polled its signals", rank)
 
     def _give_up(self, call: int, handles: dict[int, Handle]) -> None:
-        """Let the others come to an end, too, so that the next request finds them free."""
+        """Let the other processes finish, too, so that they are free for the next request."""
         self._signal(call, handles)
         deadline = time.monotonic() + _START_TIMEOUT_S
         futures = [future for handle in handles.values() for future in handle.futures.values()]
         while wait(futures, _POLL_S).not_done and time.monotonic() < deadline:
-            self._end_late(handles)
-
-    def _learn(self, rank: int, answer: Answer) -> None:
-        """Take note of faults, and of where the random numbers are."""
-        known = self._known_faults[rank]
-        # Processes report totals, of which only the new part is added.
-        for name, number in answer["faults"].items():
-            self.faults.count(name, number - known.get(name, 0))
-        self._known_faults[rank] = answer["faults"]
-        self._carried[rank] = answer.get("carried", self._carried[rank])
+            self._patience.end_late(handles)
 
     def call_all(self, method: str, *arguments: Sequence[object], ranks: Sequence[int] | None = None) -> list[Any]:
-        """Return what all processes answer to a request that takes no time; ``arguments`` are by process.
+        """Return all processes' answers to a short request; ``arguments`` are by process.
 
-        A process that has died is restarted and asked again; if the run is to end soon, its answer is None.
+        A process that has died is restarted and asked again; if the run is about to end, its answer is None.
         """
         ranks = range(self.size) if ranks is None else ranks
         given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)
         # As in ``call``: noted before the calls begin.
-        incarnations = list(self._incarnations)
+        incarnations = list(self._restarts.incarnations)
         handles = [self.group.call_on(rank, method, *own) for rank, own in zip(ranks, given, strict=True)]
         answers: list[Any] = []
         for rank, handle, own in zip(ranks, handles, given, strict=True):
@@ -461,11 +519,11 @@ class RemoteBackend(RolloutBackend):
                     except InterruptedError:
                         answers.append(None)
                         break
-                    incarnations[rank] = self._incarnations[rank]
+                    incarnations[rank] = self._restarts.incarnations[rank]
                     handle = self.group.call_on(rank, method, *own)
         return answers
 
-    # -- memory -------------------------------------------------------------------------------------------------------
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     def offload_policies(self) -> OffloadReport | None:
         found = [answer for answer in self.call_all("offload_policy") if answer is not None]
@@ -490,23 +548,19 @@ class RemoteBackend(RolloutBackend):
 
 
 def _no_update(random: list[str]) -> Snapshot:
-    """Return what a process carries that has these random numbers and is in no update."""
+    """Return the snapshot of a process with these random numbers and no update in progress."""
     return {"metas": [], "random": random, "before": None}
 
 
 def _raise_known(handles: Sequence[Handle]) -> None:
-    """Raise the first error that is known, without waiting."""
+    """Raise the first known error, without waiting."""
     for handle in handles:
         if handle.error is not None:
             raise handle.error
 
 
 class RemoteCollector:
-    """Collects from all rollout processes at the same time, and joins their batches; a synchronous run. See Collector.
-
-    Args:
-        rollouts: started.
-    """
+    """Collects from all rollout processes in parallel and joins their batches, in a synchronous run. See Collector."""
 
     def __init__(self, rollouts: RemoteBackend) -> None:
         self.rollouts = rollouts
@@ -520,7 +574,7 @@ class RemoteCollector:
         return self._join(self.rollouts.call("gather_more", [(iteration, epoch)] * self.rollouts.size), 1)
 
     def _join(self, parts: list[Gathered], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
-        """Return one batch, rollout after rollout, as if one process had stepped all environments."""
+        """Return one batch, rollout by rollout, as if one process had stepped all environments."""
         batches: list[TrajectoryBatch] = [self.rollouts.accept_batch(part) for part in parts]
         env_steps = sum(int(batch.meta.pop("env_steps")) for batch in batches)
         size = len(batches[0]) // num_epochs
@@ -529,7 +583,7 @@ class RemoteCollector:
         whole.meta["env_steps"] = env_steps
         metrics = rollout_metrics([meta for part in parts for meta in part["metas"]])
         each = [rollout_metrics(part["metas"]) for part in parts]
-        # They run at the same time.
+        # The processes ran at the same time.
         metrics |= {name: max(one[name] or 0.0 for one in each) for name in ("time/env_s", "time/policy_s")}
         return whole, metrics
 
@@ -537,24 +591,24 @@ class RemoteCollector:
         self.rollouts.update_weights(weights, version)
 
     def drain(self) -> None:
-        """The processes answer one call after the other."""
+        """Do nothing: the processes serve one call after another."""
 
     def undo(self) -> None:
-        self.rollouts.remember(self.rollouts.call_all("undo"))
+        self.rollouts.known.remember(self.rollouts.call_all("undo"))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two rollouts nothing runs."""
+        """Do nothing: no rollout is in progress."""
         yield
 
     def reset_history(self) -> None:
         self.rollouts.call_all("reset_history")
 
     def state(self) -> RolloutState:
-        """That of one process is as if the driver acted."""
+        """Return the state; with one process, in the format of a driver that acts."""
         found = self.rollouts.call_all("state")
         states = [
-            self.rollouts.state_of_lost(rank) if state is None else RolloutState(**state)
+            self.rollouts.known.state_of_lost(rank) if state is None else RolloutState(**state)
             for rank, state in enumerate(found)
         ]
         if len(states) == 1:
@@ -570,7 +624,7 @@ class RemoteCollector:
         count = len(saved.state.get("processes", [None]))
         if count != size:
             raise CheckpointError(
-                f"the checkpoint was made with {count} rollout process(es), not with {size}",
+                f"the checkpoint was made with {count} rollout process(es), not {size}",
                 f"resume with {count} of them in cluster.component_placement",
                 code="checkpoint-other-settings",
             )
@@ -578,7 +632,7 @@ class RemoteCollector:
         found = self.rollouts.call_all(
             "load_state", *zip(*((s.state, s.tensors, s.blobs) for s in states), strict=True)
         )
-        self.rollouts.remember(found)
+        self.rollouts.known.remember(found)
 
     def _part(self, saved: RolloutState, rank: int) -> RolloutState:
         mine = f"rollout_{rank}_"
@@ -589,16 +643,11 @@ class RemoteCollector:
         )
 
     def close(self) -> None:
-        """Nothing is in progress between two rollouts."""
+        """Do nothing: no rollout is in progress."""
 
 
 class RemoteRunner:
-    """A rollout process, for AsyncCollector. See EpisodeRunner.
-
-    Args:
-        rollouts: started.
-        rank: rank of the process.
-    """
+    """A rollout process as a runner of AsyncCollector. See EpisodeRunner."""
 
     def __init__(self, rollouts: RemoteBackend, rank: int) -> None:
         self.rollouts = rollouts

@@ -1,4 +1,4 @@
-"""Rewards of whole episodes: by a function of the user's, by a trained model, or by SRPO.
+"""Rewards of whole episodes: by a user function, a trained model, or SRPO.
 
 Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes, n actions of an episode.
 """
@@ -38,20 +38,16 @@ logger = logging.getLogger(__name__)
 CLIPS_AT_ONCE = 8
 _POLL_S = 0.1
 ANSWER_S = 1.0
-"""What the event loop of async functions may take to answer after one of them was too slow."""
+"""Time the event loop of async functions may take to respond after one of them was too slow."""
 _NONE = torch.tensor(float("nan"))
 MODEL = "model"
-"""Of a checkpoint: the checksum of the model that pays."""
+"""Checkpoint key: checksum of the reward model."""
 
 
 class Outcome(TypedDict):
-    """What a call came to, as it travels between processes and is kept in checkpoints.
+    """Outcome of a reward call, as sent between processes and kept in checkpoints.
 
-    Attributes:
-        reward: one number, or one per action; None if all attempts failed.
-        error: message of the last failure, empty with a reward.
-        hint: hint of that error.
-        failed: number of attempts that failed.
+    ``reward`` is one number, or one per action; None with an ``error`` message if all attempts failed.
     """
 
     reward: float | list[float] | None
@@ -61,11 +57,9 @@ class Outcome(TypedDict):
 
 
 class DetachedRewards(TypedDict):
-    """The rewards of a batch that leaves the process that called for them; ``call_id`` counts the outcomes.
+    """Rewards of a batch that leaves the process that requested them; ``call_id`` indexes the outcomes.
 
-    Attributes:
-        outcomes: outcomes of the calls.
-        waited_s: time that the rollout process waited for them after its last chunk, in seconds.
+    ``waited_s`` are the seconds that the rollout process waited for them after its last chunk.
     """
 
     outcomes: list[Outcome]
@@ -77,10 +71,9 @@ class _PendingCall:
     """A call of the reward function.
 
     Attributes:
-        episode: what it was called with; None once that is not needed any more.
-        call: under way or done.
-        since: number of batches that had been paid when it began.
-        reported: its outcome, an error, has been reported.
+        episode: argument of the call; None once it is no longer needed.
+        since: number of batches paid before the call began.
+        reported: the outcome is an error that has been reported.
     """
 
     episode: Episode | None
@@ -98,18 +91,13 @@ class _PendingCall:
         return outcome, failed
 
     def _release(self, call: Future[tuple[Tensor | RewardError, int]]) -> None:
-        """Free the images of an episode that won't be judged again."""
+        """Free the images of an episode that will not be judged again."""
         if not call.cancelled() and call.exception() is None and isinstance(call.result()[0], Tensor):
             self.episode = None
 
 
 class RewardWorker:
-    """Replaces the rewards of a rollout, if the configuration says so.
-
-    Args:
-        config: the run.
-        tasks: names, by task id.
-    """
+    """Replaces the rewards of a rollout if the configuration says so."""
 
     def __init__(self, config: Config, tasks: tuple[str, ...]) -> None:
         self.tasks = tasks
@@ -121,33 +109,33 @@ class RewardWorker:
         elif config.reward.model is not None:
             self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)
             self.calls = RewardCalls(self.learned, self.settings)
-        # Not those of an earlier process, whose numbers may be in a checkpoint.
+        # A unique start: numbers of an earlier process may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())
         self._begun: dict[int, _PendingCall] = {}
-        self._rewarded_batches = 0  # batches
+        self._rewarded_batches = 0
         self._ahead = config.runner.max_staleness
-        self._waited_s = 0.0  # of rollout processes, since the last batch that was paid
+        self._waited_s = 0.0  # by rollout processes, since the last paid batch
         srpo = config.algorithm.srpo
         self.srpo = SrpoRewards(srpo) if srpo.enabled else None
         self.encoder = make_encoder(srpo)
 
     @property
     def judging(self) -> Judging:
-        """What the rewards ask of rollouts; ``judge`` is thread-safe, and begins to compute a reward."""
+        """Requirements of the rewards on rollouts; ``judge`` is thread-safe and starts computing a reward."""
         return Judging(self.calls is not None or self.srpo is not None, None if self.calls is None else self.start)
 
     def start(self, episode: Episode) -> int:
-        """Begin to compute the reward of an episode, and return the number of the call for ``call_id``."""
+        """Start computing an episode's reward; return the call number for ``call_id``."""
         assert self.calls is not None
         number = next(self._numbers)
         self._begun[number] = _PendingCall(episode, self.calls.start(episode), self._rewarded_batches)
         return number
 
     def detach(self, batch: TrajectoryBatch, should_stop: Callable[[], bool]) -> DetachedRewards:
-        """Wait for the rewards of a batch, and renumber ``batch.call_id`` to their places in the list.
+        """Wait for the rewards of a batch, and renumber ``batch.call_id`` to indices into the list.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True.
+            InterruptedError: ``should_stop`` returned True.
         """
         clock = time.perf_counter()
         numbers = _numbers_of(batch)
@@ -161,19 +149,19 @@ class RewardWorker:
         return {"outcomes": rewards, "waited_s": time.perf_counter() - clock}
 
     def known(self, batch: TrajectoryBatch) -> list[Outcome]:
-        """Return the outcomes of the calls that have ended, and renumber ``batch.call_id``: -1 for the others."""
+        """Return the outcomes of finished calls, and renumber ``batch.call_id``, with -1 for the others."""
         begun = [number for number in _numbers_of(batch) if number in self._begun]
-        if self.learned is not None:  # it takes no time, and can't judge by what the batch has
+        if self.learned is not None:  # fast, and not computable from the batch later
             wait([self._begun[number].call for number in begun])
         done = [number for number in begun if self._begun[number].call.done()]
         _renumber(batch, {number: place for place, number in enumerate(done)})
         return [_outcome(*self._begun[number].call.result()) for number in done]
 
     def adopt(self, batch: TrajectoryBatch, detached: DetachedRewards) -> None:
-        """Take in a batch of ``detach`` or ``known``; thread-safe."""
+        """Adopt the rewards of a batch from ``detach`` or ``known``; thread-safe."""
         numbers: dict[int, int] = {}
         for place, outcome in enumerate(detached["outcomes"]):
-            # The call was made in another process; a future that is done takes its place.
+            # The call was made in another process; a finished future stands in for it.
             call: Future[tuple[Tensor | RewardError, int]] = Future()
             call.set_result(_restored(outcome))
             numbers[place] = next(self._numbers)
@@ -182,21 +170,21 @@ class RewardWorker:
         self._waited_s = max(self._waited_s, detached["waited_s"])
 
     def check(self, spec: EnvSpec) -> None:
-        """Refuse a model that was trained for other simulators.
+        """Reject a reward model trained for other simulators.
 
         Raises:
-            EmbodrlError: it was.
+            EmbodrlError: the simulators differ.
         """
         if self.learned is not None:
             self.learned.check(spec)
 
     def close(self) -> None:
-        """Give up the calls under way."""
+        """Cancel pending calls."""
         if self.calls is not None:
             self.calls.close()
 
     def apply(self, batch: TrajectoryBatch) -> dict[str, float]:
-        """Replace ``batch.rewards``, and take out (``valid``) episodes without a reward; return metrics.
+        """Replace ``batch.rewards``, and mask (``valid``) episodes without a reward; return metrics.
 
         Raises:
             RewardError: every call failed, or one did and ``reward.on_error`` is ``raise``.
@@ -207,32 +195,32 @@ class RewardWorker:
         return self._apply_srpo(batch, episodes) if self.calls is None else self._call_function(batch, episodes)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs, as tensors by name."""
+        """Return the tensors that a resumed run needs, by name."""
         if self.learned is not None:
             return {MODEL: self.learned.fingerprint}
         return {} if self.srpo is None else {str(task): kept for task, kept in self.srpo.memory.items()}
 
     def load_state(self, saved: dict[str, Tensor]) -> None:
-        """Go back to a saved state.
+        """Restore a saved state.
 
         Raises:
-            CheckpointError: it is not that of these rewards.
+            CheckpointError: the state belongs to other rewards.
         """
         if self.learned is not None and torch.equal(saved.get(MODEL, _NONE), self.learned.fingerprint):
             return
         if self.srpo is None or not all(name.isdigit() and tensor.ndim == 2 for name, tensor in saved.items()):
             raise CheckpointError(
-                "the checkpoint's rewards are not those of this run",
-                "resume with its settings",
+                "the checkpoint was made with other rewards than this run's",
+                "resume with the checkpoint's settings",
                 code="checkpoint-other-settings",
             )
         self.srpo.memory = {int(task): kept for task, kept in saved.items()}
 
-    # -- SRPO ---------------------------------------------------------------------------------------------------------
+    # -- SRPO ----------------------------------------------------------------------------------------------------------
 
     def _apply_srpo(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
         assert self.srpo is not None and batch.success is not None
-        # The outcome of an episode that a fault ended is unknown; it is not trained on.
+        # The outcome of an episode that a fault ended is unknown; such episodes are not trained on.
         complete = (~episodes.lost).nonzero().flatten()
         _pay(batch, episodes, {int(number): torch.zeros(()) for number in episodes.lost.nonzero()})
         if not len(complete):
@@ -250,7 +238,7 @@ class RewardWorker:
             "srpo/tasks_without_reference": float(self.srpo.without_reference),
         }
 
-    # -- a function of the user's -------------------------------------------------------------------------------------
+    # -- user function -------------------------------------------------------------------------------------------------
 
     def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
         clock = time.perf_counter()
@@ -260,14 +248,14 @@ class RewardWorker:
         failures = sum(failed for _, failed in results)
         errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
         if errors and len(errors) == len(outcomes):
-            message = f"all {len(errors)} episodes are without a reward: {errors[0].message}"
+            message = f"all {len(errors)} episodes have no reward: {errors[0].message}"
             raise RewardError(message, "fix the function, or raise reward.timeout_s or reward.retries")
         if errors and self.settings.on_error == "raise":
             raise errors[0]
         if errors:
             logger.warning("%d of %d episodes have no reward: %s", len(errors), len(outcomes), errors[0].message)
         _pay(batch, episodes, {n: o for n, o in enumerate(outcomes) if not isinstance(o, RewardError)})
-        batch.valid = batch.valid.clone()  # others may share the column
+        batch.valid = batch.valid.clone()  # other nodes may share the column
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, RewardError):
                 batch.valid[episodes.index == number] = False
@@ -286,19 +274,19 @@ class RewardWorker:
         }
 
     def _calls_of(self, batch: TrajectoryBatch, episodes: Episodes) -> list[_PendingCall]:
-        """Return the call of each episode: that which began when it ended, or a new one."""
+        """Return the call of each episode: the one started when it ended, or a new one."""
         assert self.calls is not None
         numbers = [-1] * len(episodes) if batch.call_id is None else episodes.of(batch.call_id).tolist()
         oldest = min((number for number in numbers if number >= 0), default=0)
         for number, begun in list(self._begun.items()):
-            # Used, of a rollout that was interrupted, or of a group that was dropped. A batch that is ahead of training
-            # may have older calls than this one.
+            # Used, or from an interrupted rollout or a dropped group. A batch ahead of training may have older calls
+            # than this one.
             if number < oldest and begun.since + self._ahead < self._rewarded_batches:
                 del self._begun[number]
         calls: list[_PendingCall] = []
         for index, number in enumerate(numbers):
             begun = self._begun.get(number)
-            again = begun is not None and begun.reported  # a node that is tried again calls again
+            again = begun is not None and begun.reported  # a retried node calls again
             if begun is None or (again and begun.episode is not None):
                 episode = begun.episode if begun is not None else None
                 episode = self._record(batch, episodes, index) if episode is None else episode
@@ -324,12 +312,11 @@ class RewardWorker:
 
 
 def _numbers_of(batch: TrajectoryBatch) -> list[int]:
-    """Return the numbers of the calls that began while the batch was rolled out, in order."""
+    """Return the numbers of the calls started during the batch's rollout, in order."""
     return [] if batch.call_id is None else sorted(number for number in batch.call_id.flatten().tolist() if number >= 0)
 
 
 def _renumber(batch: TrajectoryBatch, numbers: dict[int, int]) -> None:
-    """Replace the numbers of calls; those that are missing become -1."""
     if batch.call_id is not None:
         renumbered = [numbers.get(number, -1) for number in batch.call_id.flatten().tolist()]
         batch.call_id = torch.tensor(renumbered, dtype=torch.int64).view(batch.call_id.shape)
@@ -354,7 +341,7 @@ def _frames(batch: TrajectoryBatch, episodes: Episodes, number: int) -> Tensor:
 
 
 def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor]) -> None:
-    """Write rewards of episodes into the batch: one number goes to the last action, several to one each."""
+    """Write episode rewards into the batch: a single number goes to the last action, otherwise one per action."""
     # A copy: other nodes of the pipeline may share the column.
     batch.rewards = batch.rewards.clone()
     for number, reward in rewards.items():
@@ -370,14 +357,11 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
 
 
 class RewardCalls:
-    """Calls a reward function, sync or async, for some episodes at the same time, on an event loop in a thread.
+    """Calls a reward function, sync or async, for several episodes concurrently, from an event loop in a thread.
 
-    A sync function runs in a thread of its own, async ones share an event loop in another thread. One that takes too
-    long and can't be stopped is left behind with its thread, and its result ignored.
-
-    Args:
-        function: function from an episode to a number, or to one number per action.
-        settings: section ``reward``.
+    The function maps an episode to a number, or to one number per action. Each call of a sync function gets its own
+    thread; async calls share an event loop in another thread. A call that takes too long and cannot be stopped is
+    abandoned with its thread, and its result ignored.
     """
 
     def __init__(self, function: Callable[[Episode], object], settings: RewardConfig) -> None:
@@ -390,11 +374,7 @@ class RewardCalls:
         self._user: _UserLoop | None = None
 
     def start(self, episode: Episode) -> Future[tuple[Tensor | RewardError, int]]:
-        """Begin a call; from any thread.
-
-        Returns:
-            ``float32[]`` or ``float32[n]``, or why there is none after all attempts; and how many attempts failed.
-        """
+        """Start a call; thread-safe. Its result: ``float32[]``, ``float32[n]`` or an error; and the failed attempts."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -402,7 +382,7 @@ class RewardCalls:
         return asyncio.run_coroutine_threadsafe(self._call(episode), self._loop)
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel pending calls."""
         with self._starting:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
@@ -425,8 +405,8 @@ class RewardCalls:
                     async with clock:
                         result = await self._invoke(episode)
                     return _as_reward(result, len(episode.rewards)), failed
-                except Exception as error:  # noqa: BLE001  (the user's function may raise anything; it is counted)
-                    # A TimeoutError may also be one of the function's own.
+                except Exception as error:  # noqa: BLE001  (user function may raise anything; counted)
+                    # The function itself may also raise TimeoutError.
                     over = isinstance(error, TimeoutError) and clock.expired()
                     place = f" at {where}" if (where := user_location(error)) else ""
                     failure = f"failed{place}: {type(error).__name__}: {error}"
@@ -450,20 +430,20 @@ class RewardCalls:
         return result
 
     async def _leave_blocked(self) -> str:
-        """Leave the loop of async functions behind if one blocks it; return what to say of that."""
+        """Abandon the loop of async functions if a call blocks it; return a description for the error."""
         user = self._user
         if user is None or await user.answers():
             return ""
-        if user is self._user:  # the first of the calls that wait for it
+        if user is self._user:  # the first of the calls waiting for it
             self._user = None
             user.stop()
         return (
-            f": {_name_of(self.function)} blocks the event loop{user.place()}; await what takes long, or drop `async`"
+            f": {_name_of(self.function)} blocks the event loop{user.place()}; await slow operations, or drop `async`"
         )
 
 
 class _UserLoop:
-    """An event loop in a thread of its own, since the coroutines that run on it may block it."""
+    """An event loop in its own thread, since the coroutines that run on it may block it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -471,20 +451,20 @@ class _UserLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[object, object, T]) -> asyncio.Future[T]:
-        """Begin a coroutine; it is cancelled with the future that is returned."""
+        """Start a coroutine; cancelling the returned future cancels it."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def answers(self) -> bool:
-        """Return whether anything else can run on it now."""
+        """Return whether the loop still runs other callbacks."""
         return bool((await asyncio.wait([self.run(asyncio.sleep(0))], timeout=ANSWER_S))[0])
 
     def place(self) -> str:
-        """Return in words where its thread is."""
+        """Describe the current position of its thread."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
     def stop(self) -> None:
-        """Let it end as soon as it can; from any thread."""
+        """Stop as soon as possible; thread-safe."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
@@ -501,7 +481,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
-        # Cancelled before the loop closes, so that coroutines of the user's function can clean up.
+        # Cancelled before the loop closes, so that the user function's coroutines can clean up.
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()
@@ -516,22 +496,22 @@ async def _awaited(function: Callable[[Episode], object], episode: Episode) -> o
         return await running
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # its time is over
+        if task is not None and task.cancelling():  # timed out
             raise
         raise _as_exception(error) from None
     except (SystemExit, KeyboardInterrupt) as error:
-        if raised_by_embodrl(error):  # the run is to end
+        if raised_by_embodrl(error):  # the run is stopping
             raise
         raise _as_exception(error) from None
-    except BaseException as error:  # noqa: BLE001  (raised as an error of the function)
+    except BaseException as error:  # noqa: BLE001  (re-raised as an error of the function)
         raise _as_exception(error) from None
 
 
 async def _settled(function: Callable[[Episode], object], episode: Episode) -> tuple[object, Exception | None]:
-    # Between event loops a TimeoutError would be rebuilt, without the place where it was raised.
+    # Event loops rebuild a TimeoutError without its traceback.
     try:
         return await _awaited(function, episode), None
-    except Exception as error:  # noqa: BLE001  (it is raised again where it is awaited)
+    except Exception as error:  # noqa: BLE001  (re-raised where it is awaited)
         return None, error
 
 
@@ -542,12 +522,12 @@ async def _in_thread(function: Callable[[Episode], object], episode: Episode) ->
         try:
             with exits_raise(_ended):
                 result = function(episode)
-        except BaseException as error:  # noqa: BLE001  (it is raised again where it is awaited)
+        except BaseException as error:  # noqa: BLE001  (re-raised where it is awaited)
             _settle(future.set_exception, _as_exception(error))
         else:
             _settle(future.set_result, result)
 
-    # No thread pool: at the end of the program Python would wait for a call that never returns.
+    # No thread pool: Python would wait at exit for a call that never returns.
     threading.Thread(target=work, name="reward", daemon=True).start()
     return await asyncio.wrap_future(future)
 
@@ -557,29 +537,24 @@ def _ended(code: object) -> RuntimeError:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """Return what a function raised as an error of it: another BaseException would end the run, or cancel its loop."""
+    """Return an error of the user function as an Exception: other BaseExceptions would end the run or its loop."""
     if isinstance(error, SystemExit):
         return _ended(error.code).with_traceback(error.__traceback__)
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future can hold
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # futures cannot hold it
         return error
-    text = f"it raised {type(error).__name__} ({error}), which is not an Exception; raise one that says what is wrong"
+    text = f"it raised {type(error).__name__} ({error}), which is not an Exception; raise one with a message"
     return RuntimeError(text).with_traceback(error.__traceback__)
 
 
 def _settle(setter: Callable[[T], None], value: T) -> None:
-    """Hand over a result, unless the call was given up."""
+    """Deliver a result unless the call was cancelled."""
     try:
         setter(value)
-    except InvalidStateError:  # the call was given up
+    except InvalidStateError:  # the call was cancelled
         logger.debug("a reward came too late")
 
 
 def _as_reward(result: object, num_actions: int) -> Tensor:
-    """Return ``float32[]`` or ``float32[n]``.
-
-    Raises:
-        ValueError: it is neither, or not finite.
-    """
     try:
         reward = torch.as_tensor(result, dtype=torch.float32)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError, RuntimeError):

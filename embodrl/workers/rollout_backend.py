@@ -1,6 +1,6 @@
-"""Rollout backends: simulators and the policy that acts in them, in the driver or in processes of their own.
+"""Rollout backends: simulators and the policy that acts in them, in the driver or in separate processes.
 
-The training loop sees no difference between the two.
+The training loop treats both alike.
 """
 
 from __future__ import annotations
@@ -27,13 +27,7 @@ from embodrl.workers.reward import RewardWorker
 
 
 class RolloutBackend(ABC):
-    """Simulators, and the policy that acts in them; started.
-
-    Attributes:
-        collector: where batches come from, and where new weights go.
-        tasks: names of the tasks, which take turns.
-        faults: what went wrong in the run so far.
-    """
+    """Started simulators, and the policy that acts in them."""
 
     collector: Collector
     tasks: Sequence[str]
@@ -41,7 +35,7 @@ class RolloutBackend(ABC):
 
     @property
     def num_decodings(self) -> int:
-        """How often this process plays the episodes of an evaluation."""
+        """Number of times this process plays the episodes of an evaluation."""
         return 0
 
     @abstractmethod
@@ -49,16 +43,16 @@ class RolloutBackend(ABC):
         """Run the episodes of ``env.eval`` with the newest weights.
 
         Raises:
-            InterruptedError: the run is to stop.
+            InterruptedError: the run is stopping.
         """
 
     @abstractmethod
     def offload_policies(self) -> OffloadReport | None:
-        """Offload the weights that only act, with what else acting needs; return what that freed."""
+        """Offload rollout-only weights and buffers; return the freed memory."""
 
     @abstractmethod
     def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
-        """Take the simulators out of memory; return what that freed. See ``EnvPool.offload``."""
+        """Move the simulators out of memory; return the freed memory. See ``EnvPool.offload``."""
 
     @abstractmethod
     def onload(self) -> None:
@@ -66,18 +60,11 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End what is in progress. Simulators and processes are closed by their owner."""
+        """Stop everything in progress. The owner closes simulators and processes."""
 
 
 class LocalBackend(RolloutBackend):
-    """The driver acts, with the weights that train or a copy of them.
-
-    Args:
-        pool: started.
-        engine: acts.
-        collector: of the pool.
-        evaluator: of the pool and the engine.
-    """
+    """The driver acts, with the trained weights or a copy of them."""
 
     def __init__(self, pool: EnvPool, engine: RolloutEngine, collector: Collector, evaluator: Evaluator) -> None:
         self.pool = pool
@@ -117,15 +104,7 @@ def make_collector(
     should_stop: Callable[[], bool],
     rewards: RewardWorker,
 ) -> Collector:
-    """Return the collector of ``runner.max_staleness`` and ``rollout.workflow``, in the driver.
-
-    Args:
-        config: the run.
-        pool: started.
-        engine: acts with the weights that train.
-        should_stop: called regularly; True interrupts a rollout.
-        rewards: judge the episodes.
-    """
+    """Return the driver's collector for ``runner.max_staleness`` and ``rollout.workflow``."""
     if config.runner.max_staleness == 0:
         return make_sync_collector(config, pool, engine, should_stop, rewards.judging)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]

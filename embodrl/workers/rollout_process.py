@@ -1,4 +1,4 @@
-"""A rollout process: a share of the environments, with simulators and weights of its own."""
+"""A rollout process: a share of the environments, with its own simulators and weights."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from embodrl.workers.weights import ReceiverThread, Route, make_receiver
 
 
 def channel_names(rank: int) -> dict[str, str]:
-    """Return the names of a process's channels: signals to it, weights to it, answers from it."""
+    """Return the names of a process's channels: signals, weights, answers."""
     return {name: f"{name}_{rank}" for name in ("stop", "weights", "answers")}
 
 
 class Answer(TypedDict):
-    """What a rollout process answers to every request that takes its time; see RolloutProcess."""
+    """Answer of a rollout process to a long request; see RolloutProcess."""
 
     faults: dict[str, int]
     carried: NotRequired[Snapshot]
 
 
 class Gathered(Answer):
-    """Its answer to a request for a batch."""
+    """Answer to a request for a batch."""
 
     batch: TrajectoryBatch
     rewards: DetachedRewards | None
@@ -52,19 +52,13 @@ class Gathered(Answer):
 
 
 class Evaluated(Answer):
-    """Its answer to a request for an evaluation: the fields of ``EpisodeResults``, by decoding."""
+    """Answer to a request for an evaluation: the fields of ``EpisodeResults``, by decoding."""
 
     played: dict[Decoding, dict[str, Any]]
 
 
 class RolloutProcess(Worker):
-    """Collects and evaluates for the driver, which calls the methods; ``call`` numbers its requests.
-
-    Args:
-        config: the whole run.
-        deployment: placement of everything in it.
-        log_dir: directory of the output of the simulators.
-    """
+    """Collects and evaluates for the driver, which calls the methods; ``call`` numbers its requests."""
 
     def __init__(self, config: Config, deployment: Deployment, log_dir: str | None = None) -> None:
         share = Share(self.rank, self.world_size)
@@ -77,7 +71,7 @@ class RolloutProcess(Worker):
         make_own = partial(held_out_pool, log_dir=logs, places=places)
         self.evaluator = Evaluator(mine, self.pool, self.engine, None, self._should_stop, make_own)
         self.rewards = RewardWorker(config, tuple(self.pool.spec.tasks)) if config.reward.judged else None
-        # SRPO judges in the driver, by the frames.
+        # SRPO judges in the driver, from the frames.
         judging = Judging(keep_frames=config.algorithm.srpo.enabled)
         if self.rewards is not None:
             self.rewards.check(self.pool.spec)
@@ -85,7 +79,7 @@ class RolloutProcess(Worker):
         self._collector: SyncCollector | None = None
         self._runner: EpisodeRunner | None = None
         if config.runner.max_staleness:
-            # Requests are served one after the other: several pipeline stages would only make batches smaller.
+            # Requests are served one after another: several pipeline stages would only make batches smaller.
             rollout = mine.rollout.model_copy(update={"pipeline_stages": 1})
             alone = mine.model_copy(update={"rollout": rollout})
             (self._runner,) = make_runners(alone, self.pool, self.engine, judging)
@@ -95,11 +89,11 @@ class RolloutProcess(Worker):
         self._call = -1
         self._stopped = False
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     @dispatch()
     def about(self) -> dict[str, object]:
-        """Return process id, the names of the tasks, and the numbers of environments and of the state."""
+        """Return the process id, the task names, and the numbers of environments and state dimensions."""
         spec = self.pool.spec
         sizes = {"num_envs": spec.num_envs, "state_dim": spec.state_dim}
         return {"pid": os.getpid(), "tasks": list(spec.tasks), **sizes}
@@ -108,58 +102,58 @@ class RolloutProcess(Worker):
     def join(self, options: Route) -> None:
         """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
         if self._receiver is not None:
-            # Both would read from the same channel.
+            # Two receivers would read from the same channel.
             self._receiver.close()
         receiver = make_receiver(self, options, self.channels["weights"], self.rank, layout_of(self.engine.policy))
         self._receiver = ReceiverThread(receiver, self.channels["answers"], options["generation"])
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Accept weights: a ``WeightTarget``, called by the receiver's thread."""
-        # The present version arrives again when another process was restarted: the update in progress continues.
+        """Accept weights (a ``WeightTarget``); called by the receiver's thread."""
+        # The current version arrives again after another process was restarted: the update in progress continues.
         again = self.engine.version == version
         target = self.engine if again or self.is_asynchronous else self.collector
         target.update_weights(weights, version)
 
     def close(self) -> None:
-        """End the simulators."""
+        """Stop the simulators."""
         if self._receiver is not None:
             self._receiver.close()
         if self.rewards is not None:
             self.rewards.close()
         self.pool.close()
 
-    # -- requests -----------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     @property
     def is_asynchronous(self) -> bool:
-        """The driver says which shards are next."""
+        """Whether the driver chooses the next shards."""
         return self._collector is None
 
     @property
     def collector(self) -> SyncCollector:
-        """What collects in a synchronous run."""
+        """Collector of a synchronous run."""
         assert self._collector is not None
         return self._collector
 
     @property
     def runner(self) -> EpisodeRunner:
-        """What collects in an asynchronous run."""
+        """Runner of an asynchronous run."""
         assert self._runner is not None
         return self._runner
 
     @dispatch()
     def gather(self, call: int, iteration: int) -> dict[str, object] | None:
-        """Return a batch and its metadata; None if it was interrupted. See Collector."""
+        """Return a batch and its metadata; None if interrupted. See Collector."""
         return self._rolled_out(call, lambda: self.collector.gather(iteration)[0])
 
     @dispatch()
     def gather_more(self, call: int, iteration: int, epoch: int) -> dict[str, object] | None:
-        """As ``gather``, of a further rollout."""
+        """Like ``gather``, for another rollout of the update."""
         return self._rolled_out(call, lambda: self.collector.gather_more(iteration, epoch)[0])
 
     @dispatch()
     def roll_out(self, call: int, shard: dict[str, Any]) -> dict[str, object] | None:
-        """As ``gather``, of a shard of an asynchronous run."""
+        """Like ``gather``, for a shard of an asynchronous run."""
         return self._rolled_out(call, lambda: self.runner.roll_out(Shard(**shard), self._should_stop))
 
     def _rolled_out(self, call: int, roll_out: Callable[[], TrajectoryBatch]) -> dict[str, object] | None:
@@ -185,7 +179,7 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, object] | None:
-        """Return what was played of episodes ``int64[n]``; None if it was interrupted. See Evaluator."""
+        """Return the results of episodes ``int64[n]``; None if interrupted. See Evaluator."""
         self._call = call
         self._stopped = False
         try:
@@ -198,7 +192,6 @@ class RolloutProcess(Worker):
         return {"faults": dict(vars(self.pool.faults))}
 
     def _should_stop(self) -> bool:
-        """Tell whether the main process has given up the present request."""
         try:
             # Signals for earlier requests may still be in the channel; they are discarded.
             while not self._stopped:
@@ -215,14 +208,14 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def offload_policy(self) -> tuple[str, int, int] | None:
-        """Take the weights off the device; return the device, and the bytes there before and after."""
+        """Offload the weights; return the device and the bytes allocated there before and after."""
         self.engine.offload()
         report = self.engine.offload_report
         return None if report is None else (str(report.device), report.before, report.after)
 
     @dispatch()
     def offload_simulators(self, end_processes: bool) -> tuple[int, int] | None:
-        """Take the simulators out of memory; return the bytes before and after."""
+        """Move the simulators out of memory; return the bytes before and after."""
         memory = self.pool.offload(end_processes)
         return None if memory is None else (memory.before, memory.after)
 
@@ -234,7 +227,7 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def undo(self) -> list[str]:
-        """Return where the random numbers are."""
+        """Undo the current update; return the random state."""
         self.collector.undo()
         return self.engine.random_state()
 
@@ -244,7 +237,7 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def restore(self, carried: Snapshot) -> None:
-        """Continue where the predecessor of this process was; see ``SyncCollector.restore``."""
+        """Continue from the predecessor's snapshot; see ``SyncCollector.restore``."""
         if self.is_asynchronous:
             self.engine.set_random_state(carried["random"])
         else:
@@ -258,6 +251,6 @@ class RolloutProcess(Worker):
     def load_state(
         self, state: dict[str, object], tensors: dict[str, dict[str, Tensor]], blobs: dict[str, bytes]
     ) -> list[str]:
-        """The version is that of the last weights. Return where the random numbers are."""
+        """Load a state with the version of the last weights; return the random state."""
         self.collector.load_state(RolloutState(state, tensors, blobs), self.engine.version)
         return self.engine.random_state()

@@ -1,4 +1,4 @@
-"""How far rollouts may run ahead of training: a pure state machine, which owns no threads."""
+"""How far rollouts may run ahead of training: a pure state machine without threads."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StalenessGate:
-    """Admits shards of rollouts, and picks those to train on, so that no chunk is trained on too late.
+    """Admits shards of rollouts, and picks shards to train on, so that no chunk is trained on too late.
 
-    A shard is what one stage runs in one go; an update takes ``batch_size`` of them. With v updates done, at most
+    A shard is one unit of work of a stage; an update takes ``batch_size`` of them. With v updates done, at most
     ``(max_staleness + v + 1) * batch_size`` shards are accepted or running (AReaL: Fu et al. 2025, arXiv 2505.24298,
-    sec. 5.1, counted in shards). That alone does not bound the staleness, since a slow shard may be overtaken again
-    and again. So an update also waits for running shards where leaving them to later updates would make one too old:
-    a shard that began under version b has to be trained on while the version is ``b + max_staleness`` at most.
+    sec. 5.1, counted in shards). That alone does not bound the staleness, since a slow shard may be overtaken again and
+    again. So an update also waits for running shards if leaving them to later updates would make one too old: a shard
+    started under version b must be trained on while the version is at most ``b + max_staleness``.
 
     Attributes:
-        max_staleness: eta, most updates between the weights that chose an action and those it trains.
+        max_staleness: eta, most updates between the weights that chose an action and the weights it trains.
         batch_size: B, shards per update.
-        max_running: C, shards at the same time.
+        max_running: C, concurrently running shards.
         version: v, updates done.
-        rejected: shards finished and not trained on: filtered out, or too old.
-        running: version at which each running shard began, by number.
-        waiting: the same of shards that are finished and not given out yet.
-        given_out: the same of shards that the present update trains on, or has turned down.
+        rejected: finished shards not trained on: filtered out, or too old.
+        running: start version of each running shard, by number.
+        waiting: start version of finished shards not given out yet.
+        given_out: start version of shards that the current update trains on or has rejected.
     """
 
     max_staleness: int
@@ -37,35 +37,35 @@ class StalenessGate:
 
     @property
     def accepted(self) -> int:
-        """Shards finished and kept since the start of the run: trained on, given out, or waiting for it."""
-        # What an update was given beyond B shards it has turned down (dynamic sampling); ``update`` counts it as
+        """Shards finished and kept since the start of the run: trained on, given out, or waiting."""
+        # Of the shards given out, the update rejected all beyond B (dynamic sampling); ``update`` counts them as
         # rejected.
         return self.version * self.batch_size + min(len(self.given_out), self.batch_size) + len(self.waiting)
 
     def capacity(self) -> int:
-        """Return how many shards may begin now."""
+        """Return the number of shards that may start now."""
         ahead = (self.max_staleness + self.version + 1) * self.batch_size - (self.accepted + len(self.running))
         return max(0, min(self.max_running - len(self.running), ahead))
 
     def begin(self, shard: int) -> None:
-        """Note that a shard begins."""
+        """Record the start of a shard."""
         assert self.capacity() > 0 and shard not in self.running and shard not in self.waiting
-        # Newer weights may arrive while it runs, but its oldest chunks are of this version.
+        # Newer weights may arrive while it runs, but its oldest chunks have this version.
         self.running[shard] = self.version
 
     def finish(self, shard: int) -> None:
-        """Note that a shard waits to be trained on."""
+        """Record that a shard is ready to be trained on."""
         self.waiting[shard] = self.running.pop(shard)
 
     def abandon(self, shard: int) -> None:
-        """Note that a running shard was interrupted; it may start again."""
+        """Record that a running shard was interrupted; it may start again."""
         del self.running[shard]
 
     def drop_too_old(self) -> list[int]:
-        """Reject the waiting shards that no update may take any more; return them.
+        """Reject the waiting shards that are too old for any update; return them.
 
-        There are some only after ``max_staleness`` was lowered, or where an interrupted update that had been given more
-        than its batch asks for less the next time.
+        They exist only after ``max_staleness`` was lowered, or after an interrupted update that had taken more than its
+        batch asks for less the next time.
         """
         dropped = [shard for shard, began in self.waiting.items() if self.version - began > self.max_staleness]
         for shard in dropped:
@@ -74,37 +74,34 @@ class StalenessGate:
         return dropped
 
     def choose(self, count: int | None = None) -> list[int] | None:
-        """Return the ``count`` oldest of the waiting shards, or None while an update has to wait for running ones.
-
-        Args:
-            count: how many; None is B.
-        """
+        """Return the ``count`` oldest waiting shards (None: B), or None while an update must wait for running ones."""
         count = self.batch_size if count is None else count
-        # The oldest first, so that no shard grows too old behind newer ones.
+        # Oldest first, so that no shard grows too old behind newer ones.
         oldest = sorted(self.waiting, key=lambda shard: (self.waiting[shard], shard))
         chosen = oldest[:count]
         if len(chosen) < count:
             return None
         left = [self.waiting[shard] for shard in oldest[count:]] + list(self.running.values())
         for began in self.running.values():
-            # Later updates take B shards each: those that began so early must fit into the ones they may wait for.
+            # Later updates take B shards each: shards that started this early must fit into the updates they may wait
+            # for.
             updates = max(0, began + self.max_staleness - self.version)
             if sum(other <= began for other in left) > updates * self.batch_size:
                 return None
         return chosen
 
     def give_out(self, chosen: list[int]) -> None:
-        """Note that the present update trains on these shards; beyond B, it turned some of them down."""
+        """Record that the current update takes these shards; beyond B, it rejected some."""
         for shard in chosen:
             self.given_out[shard] = self.waiting.pop(shard)
 
     def take_back(self) -> None:
-        """Note that there is no update; the shards given out wait for the next one."""
+        """Cancel the update; the shards given out wait for the next one."""
         self.waiting |= self.given_out
         self.given_out.clear()
 
     def update(self, version: int) -> None:
-        """Note that the update is done."""
+        """Record that the update is done."""
         self.rejected += max(0, len(self.given_out) - self.batch_size)
         self.version = version
         self.given_out.clear()

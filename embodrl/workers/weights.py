@@ -1,12 +1,13 @@
-"""The weights of a run on their way to its rollout processes.
+"""The path of a run's weights to its rollout processes.
 
 ``WeightChannel`` is the driver's view. The driver sends (``LocalSender``), or lets the training processes send
 (``RemoteSender``, ``SendingWorker``); in each rollout process a ``ReceiverThread`` accepts versions between two batches
-and acknowledges them. A failure costs a version, never a policy with half of its weights: see docs/weight_sync.md.
+and acknowledges them. A failure costs a version, but never leaves a policy with half of its weights: see
+docs/weight_sync.md.
 
-In synchronous runs with trainer and rollouts in processes of their own, training rank 0 sends and the other ranks take
-part in gathering. In asynchronous runs the driver keeps the version in use, which a restarted rollout process needs
-while the next one trains, so the driver sends.
+In synchronous runs with separate trainer and rollout processes, training rank 0 sends and the other ranks take part in
+gathering. In asynchronous runs the driver sends, since it keeps the current version for rollout processes that restart
+while the next one trains.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ logger = logging.getLogger(__name__)
 Kind = Literal["memory", "collective", "disk"]
 KINDS: tuple[Kind, ...] = ("memory", "collective", "disk")
 Problem = tuple[str, str]
-"""Message and hint of a failed sync in a process that is otherwise well."""
+"""Message and hint of a failed sync in an otherwise healthy process."""
 _POLL_S = 0.2
-_CONNECT_S = 600.0  # a rollout process connects once its present batch is done
-_FIND_S = 15.0  # until the sender has opened its rendezvous; it may have given up meanwhile
+_CONNECT_S = 600.0  # a rollout process connects after its current batch
+_FIND_S = 15.0  # until the sender has opened its rendezvous; it may have given up by then
 _CANCEL_S = 2.0
 
 
 def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
-    """Return the kind that moves the least, or check the requested one.
+    """Return the cheapest kind of sync, or check the requested one.
 
-    ``memory`` where every machine with a rollout process has a trainer; else ``collective``.
+    ``memory`` if every machine with a rollout process has a trainer; else ``collective``.
 
     Raises:
         EmbodrlError: the requested kind cannot work with this placement.
@@ -86,8 +87,8 @@ def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
     if kind == "memory" and far:
         machines = ", ".join(map(str, sorted(far)))
         raise EmbodrlError(
-            f"weight sync by memory needs trainer and rollout on one machine: machine {machines} has a rollout and no"
-            " trainer",
+            f"weight sync by memory needs trainer and rollout on one machine: machine {machines} has a rollout process"
+            " and no trainer",
             "set rollout.weight_sync to auto, collective or disk",
             code="weight-sync-settings",
         )
@@ -95,7 +96,7 @@ def choose_weight_sync(deployment: Deployment, kind: str = "auto") -> Kind:
 
 
 def uses_nccl(deployment: Deployment) -> bool:
-    """Return whether a collective sync can go from GPU to GPU: trainer and rollout have GPUs, none in common."""
+    """Return whether a collective sync can use NCCL: trainer and rollout have separate GPUs."""
     actor, rollout = (
         {(place.node, device) for place in deployment.of(component) for device in place.devices}
         for component in ("actor", "rollout")
@@ -105,14 +106,12 @@ def uses_nccl(deployment: Deployment) -> bool:
 
 
 class Route(TypedDict):
-    """What both ends need to connect for a generation, which ends when a process is restarted.
+    """Connection data of a generation, which ends when a process is restarted.
 
     Attributes:
-        kind: memory, collective or disk.
-        generation: acknowledgements of earlier ones are ignored.
-        where: directory of disk, or rendezvous ``tcp://HOST:PORT`` of a collective.
+        generation: acknowledgements of earlier generations are ignored.
+        where: directory (disk) or rendezvous ``tcp://HOST:PORT`` (collective).
         world_size: number of processes of a collective: sender and receivers.
-        device: device of the buckets of a collective.
     """
 
     kind: Kind
@@ -127,17 +126,17 @@ def _sync_group(route: Route, rank: int, check: Check = no_check) -> SyncGroup:
 
 
 def drain(channel: Channel) -> None:
-    """Discard what is in a channel."""
+    """Discard the contents of a channel."""
     with contextlib.suppress(ChannelTimeout):
         while True:
             channel.get(0.0)
 
 
-# -- the receiving side -----------------------------------------------------------------------------------------------
+# -- receiving side ----------------------------------------------------------------------------------------------------
 
 
 def make_receiver(target: WeightTarget, route: Route, pipe: Channel, rank: int, layout: Layout) -> WeightReceiver:
-    """Return the receiver of a rollout process; ``pipe`` brings its buckets with memory."""
+    """Return the receiver of a rollout process; ``pipe`` delivers its buckets with memory."""
     if route["kind"] == "memory":
         return MemoryReceiver(target, pipe, layout)
     if route["kind"] == "disk":
@@ -149,10 +148,7 @@ def make_receiver(target: WeightTarget, route: Route, pipe: Channel, rank: int, 
 class ReceiverThread:
     """The thread of a rollout process that accepts weights and acknowledges them to the driver.
 
-    Args:
-        receiver: new.
-        answers: channel to the driver: generation, version (-1 if it was refused) and problem.
-        generation: generation of the channel; the driver ignores answers of earlier ones.
+    ``answers`` carries generation, version (-1 if rejected) and problem; the driver ignores earlier generations.
     """
 
     def __init__(self, receiver: WeightReceiver, answers: Channel, generation: int) -> None:
@@ -168,10 +164,10 @@ class ReceiverThread:
             try:
                 report = self._receiver.receive(_POLL_S)
             except WeightSyncError as error:
-                # Not the end of the thread: the receiver keeps the previous version, and can take the next one.
+                # The thread continues: the receiver keeps the previous version, and can take the next one.
                 logger.warning("weight update rejected: %s", error)
                 self._answer(-1, str(error))
-            except Exception as error:  # the border of this thread: the driver raises it
+            except Exception as error:  # outermost frame of this thread: the driver raises it
                 logger.exception("no further weight updates are accepted")
                 self._answer(-1, f"{type(error).__name__}: {error}")
                 return
@@ -186,22 +182,21 @@ class ReceiverThread:
             logger.warning("the driver does not read weight-update acknowledgements")
 
     def close(self) -> None:
-        """End the thread; a sync in progress completes or fails first."""
+        """End the thread after the sync in progress completes or fails."""
         self._closing.set()
         self._thread.join()
         self._receiver.close()
 
 
-# -- the sending side -------------------------------------------------------------------------------------------------
+# -- sending side ------------------------------------------------------------------------------------------------------
 
 
 class LocalSender:
-    """This process sends. Failures are WeightSyncErrors; ``check`` is called meanwhile.
+    """This process sends. Failures are WeightSyncErrors; ``check`` is called while waiting.
 
     Args:
-        pipes: one channel per rollout process, for memory.
         trained: names to send after the first sync (``trained_names``).
-        address: function that returns a new ``tcp://HOST:PORT`` of this machine.
+        address: returns a new ``tcp://HOST:PORT`` of this machine.
         gathers_only: this rank of a sharded trainer takes part in gathering and sends nothing.
     """
 
@@ -215,7 +210,7 @@ class LocalSender:
         self.sender: WeightSender | None = None
 
     def open(self, route: Route, check: Check = no_check) -> None:
-        """Begin a generation; for a collective sync the receivers must be connecting meanwhile."""
+        """Begin a generation; for a collective sync the receivers must be connecting at the same time."""
         self.close()
         if self.gathers_only:
             self.sender = GatherOnly(self.trained)
@@ -225,7 +220,7 @@ class LocalSender:
             self.sender = CollectiveSender(_sync_group(route, SENDER, check), self.trained)
         else:
             self.sender = DiskSender(Path(route["where"]), self.trained)
-            if self.sender.version is not None:  # the ranks that gather would not agree on what the next sync contains
+            if self.sender.version is not None:  # the gathering ranks would disagree on the contents of the next sync
                 raise WeightSyncError(f"{route['where']} already holds weights", "remove it")
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
@@ -235,7 +230,7 @@ class LocalSender:
 
     @property
     def next_names(self) -> Collection[str] | None:
-        """Names that the next sync contains; None for all."""
+        """Names in the next sync; None for all."""
         return None if self.sender is None or self.sender.base is None else self.sender.trained
 
     def close(self) -> None:
@@ -252,12 +247,12 @@ class SendingWorker(Worker):
 
     @abstractmethod
     def stream(self, wanted: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors of the policy, those of the wanted names or all: a collective call."""
+        """Yield whole tensors of the policy, of the wanted names or all: a collective call."""
 
     @dispatch("one_to_all")
     def make_sender(self, pipes: list[str], trained: list[str]) -> None:
         """Prepare to send through the channels of these names; see LocalSender."""
-        # The address where the training processes connect is known to be reachable; a file is of one machine.
+        # The address where the training processes connect is known to be reachable; a file exists on one machine only.
         host = urlsplit(self.context.rendezvous).hostname or "127.0.0.1"
         channels = [self.channel(name) for name in pipes]
         self.sending = LocalSender(channels, trained, lambda: f"tcp://{host}:{free_port()}", gathers_only=self.rank > 0)
@@ -273,7 +268,7 @@ class SendingWorker(Worker):
 
     @dispatch("one_to_all")
     def send_weights(self, version: int) -> Problem | None:
-        """Send the present weights."""
+        """Send the current weights."""
         return self._attempt(lambda sending: sending.send(self.stream(sending.next_names), version))
 
     def _attempt(self, action: Callable[[LocalSender], None]) -> Problem | None:
@@ -281,7 +276,7 @@ class SendingWorker(Worker):
         try:
             action(self.sending)
         except WeightSyncError as error:
-            # Returned and not raised: the process itself is well, and an error would fail the whole group.
+            # Returned, not raised: the process itself is healthy, and an error would fail the whole group.
             return error.message, error.hint
         return None
 
@@ -292,16 +287,16 @@ class SendingWorker(Worker):
 
 
 class RemoteSender:
-    """The training processes send, each its part; what ``send`` is given is ignored. Else as ``LocalSender``.
+    """The training processes send; the argument of ``send`` is ignored. Otherwise like ``LocalSender``.
 
     Args:
-        group: group of ``SendingWorker``; was launched with the pipes.
-        pipes: channels by name, one per rollout process, in their order.
+        group: group of ``SendingWorker``, launched with the pipes.
+        pipes: channels by name, one per rollout process, in rank order.
         trained: names to send after the first sync (``trained_names``).
 
     Raises:
-        WorkerError: by all methods: a training process failed or died, and the group with it. Never ``WorkerDied``,
-            which means a rollout process here, and that one would be restarted.
+        WorkerError: from all methods: a training process failed or died, and the group with it. Never ``WorkerDied``,
+            which stands for a rollout process here and would restart it.
     """
 
     def __init__(self, group: WorkerGroup, pipes: Mapping[str, Channel], trained: Collection[str]) -> None:
@@ -319,7 +314,7 @@ class RemoteSender:
         self._attempt("send_weights", version, check)
 
     def close(self) -> None:
-        """A sender is closed when the next generation begins, or with its process."""
+        """Do nothing: a sender is closed when the next generation begins, or with its process."""
 
     def _attempt(self, method: str, argument: object, check: Check, rendezvous: str = "") -> None:
         problems: list[Problem | None] = self._call(method, argument, check=check, rendezvous=rendezvous)
@@ -327,7 +322,7 @@ class RemoteSender:
             raise WeightSyncError(*problem)
 
     def _call(self, method: str, *args: object, check: Check = no_check, rendezvous: str = "") -> Any:
-        """Return the answer of the processes. An error of ``check`` is raised when they are free again."""
+        """Return the processes' answer. An error of ``check`` is raised once they are free again."""
         failure: WorkerError | None = None
         handle: Handle | None = None
         try:
@@ -352,9 +347,9 @@ class RemoteSender:
         return answer
 
     def _release(self, failure: WorkerError, rendezvous: str) -> None:
-        """Release the sender, which may be waiting for a dead process: for its connection, or for room in its pipe."""
+        """Unblock the sender, which may be waiting for a dead process: for its connection, or for room in its pipe."""
         if rendezvous:
-            with contextlib.suppress(RuntimeError):  # not open yet, or closed already
+            with contextlib.suppress(RuntimeError):  # not open yet, or already closed
                 cancel_rendezvous(open_rendezvous(rendezvous, len(self.pipes) + 1, False, _CANCEL_S))
         if isinstance(failure, WorkerDied):
             drain(self.pipes[failure.rank])
@@ -364,14 +359,11 @@ Sender = LocalSender | RemoteSender
 
 
 class WeightChannel:
-    """The driver's view of the weights' way to all rollout processes of a group.
+    """The driver's view of the weights' path to all rollout processes of a group.
 
     Args:
-        kind: memory, collective or disk.
-        sender: sender in this process, or in those that train.
-        answers: one channel per rollout process, for acknowledgements.
-        directory: directory of the versions, for disk.
-        device: device of the buckets of a collective sync.
+        sender: sender in this process or in the training processes.
+        answers: acknowledgement channels, one per rollout process.
         timeout_s: seconds until all processes must have acknowledged a version.
     """
 
@@ -393,7 +385,7 @@ class WeightChannel:
         self.generation = 0
 
     def options(self) -> Route:
-        """Begin a new generation: return what the receivers need to connect. ``open`` follows."""
+        """Begin a new generation; return the receivers' connection data. Call ``open`` next."""
         self.close()
         self.generation += 1
         where = str(self.directory)
@@ -401,7 +393,7 @@ class WeightChannel:
         if self.kind == "collective":
             where = self.sender.address()
         if self.kind == "memory":
-            # A generation that failed may have left buckets in the pipes.
+            # A failed generation may have left buckets in the pipes.
             for pipe in self.sender.pipes:
                 drain(pipe)
         return Route(kind=self.kind, generation=self.generation, where=where, world_size=world_size, device=self.device)
@@ -410,10 +402,10 @@ class WeightChannel:
         self.sender.open(route, check)
 
     def send(self, weights: Iterable[tuple[str, Tensor]], version: int, check: Check = no_check) -> None:
-        """Send weights, and wait until all processes use them. Arguments as of Sender.send.
+        """Send weights, and wait until all processes use them. Arguments as in ``Sender.send``.
 
         Raises:
-            WeightSyncError: a process refused them, and keeps those that it had.
+            WeightSyncError: a process rejected them and keeps its previous weights.
         """
         check()
         self.sender.send(weights, version, check)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from disk_model import Disk, read_tree
-from recorder import Op, RecordingError, _whole, missing_tool, record
+from recorder import Op, RecordingError, missing_tool, record
 
 pytestmark = pytest.mark.skipif(bool(missing_tool()), reason=missing_tool())
 
@@ -77,8 +77,3 @@ def test_what_can_not_be_recorded_is_refused(tmp_path: Path) -> None:
         record([sys.executable, "-c", shared, str(tmp_path / "x")], tmp_path, environ())
     with pytest.raises(RecordingError, match="ended with 3"):
         record([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, environ())
-
-
-def test_calls_that_others_interrupt_are_joined_where_they_end() -> None:
-    lines = ["7 fsync(3 <unfinished ...>\n", "8 unlink(2) = 0\n", "7 <... fsync resumed>) = 0\n"]
-    assert list(_whole(iter(lines))) == ["8 unlink(2) = 0\n", "7 fsync(3) = 0\n"]

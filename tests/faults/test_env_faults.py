@@ -136,19 +136,6 @@ def test_restarts_of_several_threads_add_up_to_the_limit_and_no_further():
     assert faults.restarts == sum(granted) == 3000
 
 
-def test_restart_after_death():
-    with faulty("none") as manager:
-        manager.reset(SEEDS, TASKS)
-        before = manager.step(ACTIONS, copy=True)
-        os.kill(manager.pid, signal.SIGKILL)
-        wait_until_gone([manager.pid])
-        with pytest.raises(EnvWorkerDied):
-            manager.step(ACTIONS)
-        manager.restart()
-        manager.reset(SEEDS, TASKS)
-        np.testing.assert_array_equal(manager.step(ACTIONS).observation.images, before.observation.images)
-
-
 @pytest.mark.parametrize("fault", ["hang", "hang_in_native_code"])
 def test_a_hang_times_out_and_shows_where(fault):
     with faulty(fault) as manager:

@@ -259,7 +259,7 @@ def test_a_signal_saves_what_was_trained_while_a_rollout_process_hangs(
     )
     assert done.code == 143, done.stderr
     log = (run_dir / "logs" / "embodrl.log").read_text()
-    assert re.search(r"not restarted, as the run is to end: rollout\[0\] .*; killed", log)
+    assert re.search(r"not restarted, because the run is ending: rollout\[0\] .*; killed", log)
     assert ("in replacement" in log) == (fault != "SIGSTOP:rank_0"), "a stack, unless it is stopped by a signal"
     (saved,) = (run_dir / "checkpoints").glob("step_*")
     assert saved.name in ("step_2", "step_1") and "without saving" not in done.stderr

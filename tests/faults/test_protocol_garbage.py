@@ -15,8 +15,6 @@ from embodrl.errors import EnvProtocolError
 
 ACTIONS = np.full((4, 3, 7), 0.1, np.float32)
 TASK = "reach-red"
-PERSISTENT = ("truth values", "a task that there is not", "a negative length", "no text")
-"""Not in the frame but in the memory, once the result has been written."""
 
 
 def make_pool(folder: Path, max_restarts: int = 100) -> EnvPool:

@@ -3,9 +3,6 @@
 import os
 import select
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 
@@ -111,40 +108,6 @@ def test_a_restart_after_a_death(group):
     group.restart(1, START_S)
     found = group.pid().result(SOON_S)
     assert found[0] == pids[0] and found[1] not in pids
-
-
-# In short test_hung_processes.py has it with workers that hang as well; here three interpreters import torch.
-@pytest.mark.long
-@pytest.mark.parametrize("thread", ["main", "other"])
-def test_no_worker_outlives_a_killed_driver(thread):
-    program = textwrap.dedent("""
-        import sys, threading
-        sys.path.insert(0, sys.argv[1])
-        from worker_classes import Trouble
-        from embodrl.scheduler.group import WorkerGroup
-
-        def work():
-            group = WorkerGroup(Trouble, "trouble").launch(2, timeout_s=240)
-            print(*group.pid().result(), flush=True)
-            group.wait_for_ever().result()
-
-        if sys.argv[2] == "main":
-            work()
-        else:
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-    """)
-    driver = subprocess.Popen(
-        [sys.executable, "-c", program, str(HELPERS), thread], stdout=subprocess.PIPE, text=True, process_group=0
-    )
-    assert driver.stdout is not None
-    watched = watch(map(int, driver.stdout.readline().split()))
-    assert len(watched) == 2
-    driver.kill()
-    driver.wait(SOON_S)
-    driver.stdout.close()
-    assert all(gone(pidfd) for pidfd in watched)
 
 
 def test_a_dead_ray_actor_is_reported_with_rank_and_last_words():

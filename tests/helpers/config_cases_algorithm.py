@@ -72,12 +72,6 @@ ALGORITHMS = [
         names="rloo",
     ),
     Wrong(
-        "a branch for each environment",
-        "algorithm.group_size",
-        "groups-for-group-estimators",
-        ("algorithm.group_size=1", *BRANCH),
-    ),
-    Wrong(
         "branches ahead of training",
         "runner.max_staleness",
         "branches-can-be-compared",
@@ -117,28 +111,6 @@ ALGORITHMS = [
     ),
     Wrong("decoupled as a number", "algorithm.decoupled", "config-type", ("algorithm.decoupled=2",)),
     Wrong(
-        "cap that fresh data reach",
-        "algorithm.decoupled.cap",
-        "config-range",
-        ("algorithm.decoupled.cap=1",),
-    ),
-    Wrong(
-        "unknown way to cap", "algorithm.decoupled.on_exceed", "config-choice", ("algorithm.decoupled.on_exceed=cut",)
-    ),
-    Wrong(
-        "unknown proximal policy",
-        "algorithm.decoupled.prox",
-        "config-choice",
-        ("algorithm.decoupled.prox=recomputed",),
-    ),
-    Wrong(
-        "unknown weight level",
-        "algorithm.decoupled.level",
-        "config-choice",
-        ("algorithm.decoupled.level=action",),
-        names="episode",
-    ),
-    Wrong(
         "weight finer than the ratio",
         "algorithm.decoupled.level",
         "decoupled-level-fits",
@@ -156,9 +128,6 @@ ALGORITHMS = [
         "actor.optim.master_weights",
         "masters-have-a-use",
         ("actor.optim.master_weights=true",),
-    ),
-    Wrong(
-        "float32 copies sometimes", "actor.optim.master_weights", "config-choice", ("actor.optim.master_weights=no",)
     ),
     Wrong(
         "recomputed log-probs between two policies",
@@ -211,7 +180,6 @@ ALGORITHMS = [
         ("algorithm.srpo={enabled: true,encoder: resnet}",),
         names="module:attribute",
     ),
-    Wrong("unknown KL estimator", "algorithm.kl.estimator", "config-choice", ("algorithm.kl.estimator=k4",)),
     Wrong(
         "misspelt pipeline", "pipeline.name", "pipeline-is-registered", ("pipeline.name=of_policy",), names="off_policy"
     ),

@@ -170,13 +170,6 @@ CLUSTER = [
         ("actor.tensor_parallel_size=2", "actor=fsdp"),
     ),
     Wrong(
-        "megatron in the process that acts",
-        "actor.own_process",
-        "parts-have-their-own-processes",
-        ("actor.own_process=false", *MEGATRON),
-        more=MEGATRON_MISSING,
-    ),
-    Wrong(
         "another model by megatron",
         "actor.training_backend",
         "megatron-can-train",
@@ -196,6 +189,19 @@ CLUSTER = [
         "actor.training_backend",
         "backend-trains-adapters",
         ("model.trainable=lora", *MEGATRON),
+    ),
+    Wrong(
+        "another optimizer by megatron",
+        "actor.optim.fn",
+        "megatron-has-its-own-optimizer",
+        ("actor.optim.fn=torch.optim:SGD", *MEGATRON),
+        more=MEGATRON_MISSING,
+    ),
+    Wrong(
+        "an optimizer that does not take an argument",
+        "actor.optim.arguments",
+        "optimizer-can-be-made",
+        ("actor.optim.fn=torch.optim:SGD", "actor.optim.arguments={momentun: 0.9}"),
     ),
     Wrong(
         "heads that can't be shared out",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from config_case import Wrong
 
 DATA = [
-    Wrong("format that is not known", "collect.format", "config-choice", ("collect.format=lerobt",), names="lerobot"),
     Wrong(
         "videos of raw ones",
         "collect.video_crf",
@@ -13,18 +12,11 @@ DATA = [
         ("collect.video_crf=6", "collect.format=raw"),
     ),
     Wrong(
-        "rate of raw pictures",
-        "collect.fps",
-        "raw-demonstrations-have-no-videos",
-        ("collect.fps=10", "collect.format=raw"),
-    ),
-    Wrong(
         "demonstrations whose slowest are the fastest",
         "collect.min_speed",
         "speeds-are-ordered",
         ("collect.min_speed=0.6", "collect.max_speed=0.5"),
     ),
-    Wrong("compression beyond all", "collect.video_crf", "config-range", ("collect.video_crf=52",), names="51"),
     Wrong("statistics of a file that is not there", "sft.stats", "statistics-exist", ("sft.stats=dat",), names="data"),
     Wrong("statistics for a policy", "model.stats_path", "statistics-exist", ("model.stats_path=nothing.json",)),
     Wrong(

@@ -38,12 +38,6 @@ FAMILIES = [
         ("env.cameras=[{name: base_camera}, {name: b, eye: [1,1,1], target: [0,0,0]}]", "model=pi0"),
     ),
     Wrong(
-        "two cameras for one",
-        "env.cameras",
-        "model-sees-the-cameras",
-        ("env.cameras=[{name: base_camera}, {name: b, eye: [1,1,1], target: [0,0,0]}]",),
-    ),
-    Wrong(
         "heads of pi0-FAST",
         "model.pi0_fast.num_kv_heads",
         "pi0-fast-dimensions-fit",

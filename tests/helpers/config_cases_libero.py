@@ -13,7 +13,6 @@ LIBERO = [
     Wrong(
         "task of another suite", "env.tasks", "tasks-are-of-the-suite", ("env.tasks=[turn_on_the_stove]", "env=libero")
     ),
-    Wrong("progress of LIBERO", "env.reward_mode", "env-has-the-reward", ("env.reward_mode=dense_delta", *BOWL)),
     Wrong(
         "camera that hangs in its scene",
         "env.cameras.0.fov_rad",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import TINY, Outcome, embodrl, metrics
+from runs import Outcome, embodrl, metrics
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -19,13 +19,6 @@ FLOAT32 = ("actor.precision=fp32", "rollout.precision=fp32")
 LOSSES = ("train/policy_loss", "train/value_loss", "train/entropy", "train/grad_norm")
 NEW = "rollout/restarts"
 long = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
 
 
 def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "") -> Outcome:

@@ -4,19 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import TINY, Outcome, assert_gone, embodrl
+from runs import Outcome, assert_gone, embodrl
 from safetensors.torch import load_file
 
 from embodrl.data.load import load_demos
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -75,33 +75,6 @@ def test_views_live_until_the_next_but_one_result():
         assert not np.array_equal(kept.observation.state, third.observation.state)
 
 
-def test_state_moves_to_another_process_bit_exactly():
-    with EnvManager("toy", KWARGS) as manager:
-        manager.reset(SEEDS, TASKS)
-        manager.step(actions_of(0))
-        state = manager.get_state()
-        straight = [manager.step(actions_of(n), copy=True) for n in range(1, 6)]
-        manager.set_state(state)
-        for number, step in enumerate(straight, start=1):
-            assert_same_step(manager.step(actions_of(number)), step)
-
-
-def test_offload_frees_the_process_and_onload_continues_bit_exactly():
-    with EnvManager("toy", KWARGS) as manager, EnvManager("toy", KWARGS) as twin:
-        for each in (manager, twin):
-            each.reset(SEEDS, TASKS)
-            each.step(actions_of(0))
-        pid = manager.pid
-        manager.offload()
-        assert not Path(f"/proc/{pid}").exists() and manager.pid is None
-        with raises_code("env-order", EnvError):
-            manager.step_async(actions_of(1))
-        manager.start()
-        assert manager.pid != pid
-        for number in range(1, 6):
-            assert_same_step(manager.step(actions_of(number)), twin.step(actions_of(number)))
-
-
 def test_a_large_state_passes():
     with EnvManager("toy", {"num_envs": 30_000, "image_size": 2}) as manager:
         seeds = np.arange(30_000)
@@ -225,42 +198,6 @@ def test_log_file(tmp_path):
     with EnvManager("toy", KWARGS, name="train/0", log_dir=tmp_path / "logs"):
         pass
     assert (tmp_path / "logs/train_0.log").exists()
-
-
-def test_a_pool_gives_what_its_managers_give():
-    seeds, tasks = np.arange(6), np.array([0, 1, 0, 1, 0, 1], np.int32)
-    limits = [{"max_episode_steps": 7}, {"max_episode_steps": 5}]
-    halves = [ToyVectorEnv(**KWARGS | limit) for limit in limits]
-    options = {"total_num_envs": 6, "num_processes": 2, "shard_kwargs": limits}
-    with EnvPool.create("toy", {k: v for k, v in KWARGS.items() if k != "num_envs"}, **options) as pool:
-        assert pool.spec.num_envs == 6
-        observation = pool.reset(seeds, tasks)
-        parts = [
-            half.reset(seeds[:3] + 3 * rank, tasks[3 * rank :][:3], np.arange(3)) for rank, half in enumerate(halves)
-        ]
-        assert_same_observation(observation, Observation.concat(parts))
-        for number in range(5):
-            actions = actions_of(number, num_envs=6)
-            active = np.array([True, True, False, True, True, True])
-            pool.step_async(actions, active)
-            step = pool.wait()
-            for rank, half in enumerate(halves):
-                rows = slice(3 * rank, 3 * rank + 3)
-                part = half.chunk_step(actions[rows], active[rows])
-                np.testing.assert_array_equal(step.reward[rows], part.reward)
-                np.testing.assert_array_equal(step.final_mask[rows], part.final_mask)
-                np.testing.assert_array_equal(step.observation.images[rows], part.observation.images)
-                assert step.observation.instruction[rows] == part.observation.instruction
-                if part.final_mask.any():
-                    np.testing.assert_array_equal(
-                        step.final_observation.images[rows][part.final_mask],
-                        part.final_observation.images[part.final_mask],
-                    )
-        before = step.observation.images.copy()
-        observation = pool.reset(np.array([77]), np.array([0], np.int32), np.array([4]))
-        np.testing.assert_array_equal(observation.images[[0, 1, 2, 3, 5]], before[[0, 1, 2, 3, 5]])
-        assert not np.array_equal(observation.images[4], before[4])
-        assert pool.faults.restarts == 0
 
 
 def test_stages_step_on_their_own_and_offload_together():

@@ -93,9 +93,10 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
             marks=pytest.mark.long,
         ),
         ({}, {"trainable": "lora", "lora": {"rank": 4}}),
+        ({"optim": {"fn": "torch.optim:SGD", "arguments": {"momentum": 0.9}, "critic_warmup_iterations": 0}}, {}),
         pytest.param({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}, marks=pytest.mark.long),
     ],
-    ids=["checkpointing, reduce every micro-batch", "lora", "frozen vision and uneven shares"],
+    ids=["checkpointing, reduce every micro-batch", "lora", "momentum", "frozen vision and uneven shares"],
 )
 def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, Any], model: dict[str, Any]) -> None:
     assert_same_training(two, "openvla", fsdp_config(actor=actor, model=model))
@@ -114,7 +115,6 @@ def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, dem
     actor = {"optim": optim}
     config = fsdp_config("gaussian", algorithm=algorithm, actor=actor, model={"add_value_head": False})
     for found in two.compare_replay(config).result(CALL_S):
-        print(found)
         assert found["counted"] > 8 and max(found.values()) == found["counted"]
         assert found["metrics"] < ROUNDING and found["off_policy"] < ROUNDING and found["optimizer"] < ROUNDING
         assert found["policy"] < ROUNDING
@@ -125,7 +125,6 @@ def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, dem
 def test_imitation_in_two_processes_is_that_of_one(two: WorkerGroup, tensor_parallel_size: int, weighted: bool) -> None:
     config = fsdp_config(actor={"tensor_parallel_size": tensor_parallel_size})
     for found in two.compare_imitation("openvla", config, weighted).result(CALL_S):
-        print(found)
         assert found["counted"] > 4 and found["metrics"] < ROUNDING and found["optimizer"] < ROUNDING
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import TINY, Outcome, embodrl, is_running, metrics
+from runs import Outcome, embodrl, is_running, metrics
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -15,13 +15,6 @@ TWO = (
     "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}",
 )
 FLOAT32 = ("actor.precision=fp32", "rollout.precision=fp32")
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
 
 
 def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "", children: Path | None = None) -> Outcome:

@@ -9,7 +9,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
@@ -86,14 +85,6 @@ def play(manager: EnvManager, moves: np.ndarray) -> list[EnvStep]:
     return [manager.step(each, copy=True) for each in moves]
 
 
-def assert_same(left: list[EnvStep], right: list[EnvStep]) -> None:
-    for one, other in zip(left, right, strict=True):
-        np.testing.assert_array_equal(one.observation.images, other.observation.images)
-        np.testing.assert_array_equal(one.observation.state, other.observation.state)
-        np.testing.assert_array_equal(one.episode_length, other.episode_length)
-        np.testing.assert_array_equal(one.success, other.success)
-
-
 def test_the_main_environment_has_none_of_its_packages():
     assert all(importlib.util.find_spec(name) is None for name in ("libero", "robosuite", "bddl"))
     code = "import importlib.util as u; print([n for n in ('torch', 'pydantic', 'hydra', 'embodrl') if u.find_spec(n)])"
@@ -119,48 +110,6 @@ def test_what_it_offers(manager: EnvManager):
     moves[..., 6] = 1
     closed = play(manager, moves)[-1].observation.state
     assert opened[0, 6] - opened[0, 7] > closed[0, 6] - closed[0, 7] + 0.05
-
-
-def test_save_kill_restore_continues_bit_exactly():
-    first = start()
-    moves = actions(13)
-    first.reset(np.array([5, 6]), BOTH)
-    play(first, moves[:3])
-    state = first.get_state()
-    expected = play(first, moves[3:])  # 50 steps
-    assert first.pid is not None
-    os.kill(first.pid, signal.SIGKILL)
-    other = start()
-    try:
-        other.reset(np.array([50, 61]), BOTH[::-1].copy())
-        play(other, moves[:1])
-        other.set_state(state)
-        assert_same(play(other, moves[3:]), expected)
-        # A reset forgets everything: the same again from the seeds alone.
-        other.reset(np.array([5, 6]), BOTH)
-        play(other, moves[:3])
-        assert_same(play(other, moves[3:]), expected)
-    finally:
-        other.close()
-        first.restart()
-        first.close()
-
-
-def test_groups_start_alike_and_seeds_choose_the_initial_state(manager: EnvManager):
-    same = manager.reset(np.array([8, 8]), np.zeros(2, np.int32), copy=True)
-    np.testing.assert_array_equal(same.images[0], same.images[1])
-    np.testing.assert_array_equal(same.state[0], same.state[1])
-    differ = manager.reset(np.array([8, 10]), np.zeros(2, np.int32), copy=True)
-    np.testing.assert_array_equal(differ.images[0], same.images[0])
-    assert (differ.images[0] != differ.images[1]).any()
-
-
-def test_finished_environments_are_neither_stepped_nor_drawn(manager: EnvManager):
-    before = manager.reset(np.array([5, 6]), BOTH, copy=True)
-    step = manager.step(actions(1)[0], np.array([True, False]), copy=True)
-    assert step.valid.tolist() == [[True] * 5, [False] * 5]
-    np.testing.assert_array_equal(step.observation.images[1], before.images[1])
-    assert (step.observation.images[0] != before.images[0]).any()
 
 
 @pytest.mark.parametrize(("suite", "number"), [("libero_spatial", 0), ("libero_10", 5)])

@@ -81,26 +81,6 @@ def mixed() -> Iterator[Any]:
 # -- seeds and pictures -----------------------------------------------------------------------------------------------
 
 
-def test_the_same_seed_gives_the_same_picture_and_another_seed_another(env: Any) -> None:
-    first = start(env, seeds_of(1, 2)).images
-    np.testing.assert_array_equal(start(env, seeds_of(1, 2)).images, first)
-    swapped = start(env, seeds_of(2, 1)).images
-    np.testing.assert_array_equal(swapped, first[::-1])
-    assert (first[0] != first[1]).any()
-    assert first.shape == (2, 1, 48, 64, 3)
-    assert first.std() > 20  # not one colour
-
-
-def test_a_group_with_one_seed_stays_alike_through_auto_resets(env: Any) -> None:
-    start(env, seeds_of(7, 7))
-    for chunk in range(4):
-        actions = np.repeat(noise(chunk, 6, num_envs=1), 2, axis=0)
-        step = env.chunk_step(actions, np.ones(2, np.bool_))
-        np.testing.assert_array_equal(step.observation.images[0], step.observation.images[1])
-        np.testing.assert_array_equal(step.reward[0], step.reward[1])
-        assert step.episode_seed[0] == step.episode_seed[1]
-
-
 def test_a_partial_reset_leaves_the_other_environment_alone(env: Any) -> None:
     before = start(env, seeds_of(1, 2)).images
     after = env.reset(seeds_of(5), np.zeros(1, np.int32), np.array([1])).images
@@ -194,31 +174,6 @@ def visual_triangles(env: Any) -> int:
 # -- chunks, episodes, rewards ----------------------------------------------------------------------------------------
 
 
-def test_truncation_gives_the_final_observation_and_begins_the_next_episode(env: Any) -> None:
-    start(env, seeds_of(1, 2))
-    active = np.ones(2, np.bool_)
-    first = env.chunk_step(np.zeros((2, 8, 7), np.float32), active)
-    assert not first.truncated.any()
-    assert first.final_observation is None
-    assert first.valid.all()
-    second = env.chunk_step(np.zeros((2, 8, 7), np.float32), active)
-    expected = np.zeros((2, 8), np.bool_)
-    expected[:, 3] = True  # step 12
-    np.testing.assert_array_equal(second.truncated, expected)
-    np.testing.assert_array_equal(second.valid, np.arange(8)[None] <= np.array([[3], [3]]))
-    assert second.final_mask.all()
-    assert second.episode_length.tolist() == [12, 12]
-    assert second.episode_seed.tolist() == [1, 2]
-    assert not second.success.any()
-    # The arm stood still for the whole episode, but is where the first one ended, not where the next begins.
-    close = np.abs(second.final_observation.images.astype(int) - first.observation.images.astype(int)).mean()
-    assert close < 0.5
-    assert (second.observation.images != second.final_observation.images).any()
-    from embodrl.envs.stepping import next_seed
-
-    np.testing.assert_array_equal(start(env, seeds_of(next_seed(1), next_seed(2))).images, second.observation.images)
-
-
 def play_expert(env: Any, seeds: np.ndarray, task: int, limit: int, noise_std: float = 0.0) -> tuple[Any, np.ndarray]:
     """Let the experts play single actions; return the last step of each row and its rewards ``[steps, B]``."""
     start(env, seeds, task)
@@ -282,19 +237,6 @@ def test_rewards_of_an_episode_sum_to_progress_plus_bonus(env: Any, mode: str) -
 
 
 # -- exact state ------------------------------------------------------------------------------------------------------
-
-
-def test_a_state_from_the_middle_of_an_episode_continues_bit_exactly(env: Any) -> None:
-    env.rebuild()
-    start(env, seeds_of(1, 2))
-    active = np.ones(2, np.bool_)
-    for chunk in range(3):  # beyond an auto-reset
-        env.chunk_step(noise(chunk, 5, scale=1.0), active)
-    state = env.get_state()
-    ahead = [env.chunk_step(noise(10 + chunk, 5, scale=1.0), active) for chunk in range(3)]
-    env.set_state(state)
-    for chunk, expected in enumerate(ahead):
-        same(env.chunk_step(noise(10 + chunk, 5, scale=1.0), active), expected)
 
 
 def test_rebuild_forgets_history(env: Any) -> None:

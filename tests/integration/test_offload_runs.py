@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import TINY, Outcome, embodrl, metrics
+from runs import Outcome, embodrl, metrics
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -21,13 +21,6 @@ BACKENDS = {
     "fsdp with a reference": ("actor.training_backend=fsdp", "algorithm.kl.coef=0.1", *TWO),
     "tensor parallel": ("actor.training_backend=fsdp", "actor.tensor_parallel_size=2", *TWO),
 }
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
 
 
 def train(config: Path, run_dir: Path, *arguments: str, stop_at: str = "") -> Outcome:

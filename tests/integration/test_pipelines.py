@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.pipelines.load import load_config
 from embodrl.runs.train import train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_as_it_was")]
 SMALL = (
     "env.tasks=[reach-red]",
     "env.train.total_num_envs=8",
@@ -32,16 +31,6 @@ SMALL = (
 IN_GROUPS = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6", "algorithm.group_size=4")
 GROUPS: dict[str, tuple[str, ...]] = {"ppo": ()}
 """Settings of algorithms that compare no groups; the others have ``IN_GROUPS``."""
-
-
-@pytest.fixture(autouse=True)
-def _settings_of_torch() -> Iterator[None]:
-    """A run in this process leaves torch as it was."""
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    yield
-    torch.set_num_threads(threads)
-    torch.set_deterministic_debug_mode(mode)
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def run(directory: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -144,7 +133,7 @@ def build_failing(config: Config) -> Pipeline:
 @pytest.mark.parametrize(
     ("build", "says"),
     [
-        ("build_silent", ["pipeline 'silent' reports how many steps were simulated", "'env_steps': STEPS"]),
+        ("build_silent", ["pipeline 'silent' reports the number of simulated steps", "'env_steps': STEPS"]),
         (
             "build_failing",
             [

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from runs import TINY, metrics
 from safetensors.torch import load_file
 
@@ -15,7 +13,7 @@ from embodrl.config import load_config
 from embodrl.config.presets import presets
 from embodrl.runs.train import resume, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("torch_as_it_was")]
 SMALL = (
     "env.tasks=[reach-red]",
     "env.train.total_num_envs=8",
@@ -25,16 +23,6 @@ SMALL = (
 )
 WHOLE = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6")
 IN_GROUPS = (*WHOLE, "algorithm.group_size=4")
-
-
-@pytest.fixture(autouse=True)
-def _settings_of_torch() -> Iterator[None]:
-    """A run in this process leaves torch as it was."""
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
-    yield
-    torch.set_num_threads(threads)
-    torch.set_deterministic_debug_mode(mode)
-    torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 def run(tmp_path: Path, preset: str, iterations: int, *overrides: str) -> list[dict[str, Any]]:

@@ -7,19 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import TINY, embodrl, metrics
+from runs import embodrl, metrics
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 RESTARTS = ("rollout/restarts", "env/restarts")
 PLACES = "cluster.component_placement={actor:0,rollout:0-1,env:0-1}"
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -50,4 +50,4 @@ def test_errors_come_from_rollout_processes_as_from_one(tmp_path: Path) -> None:
     order = (f"runner.output_dir={tmp_path / 'run'}", "reward.fn=failing_reward:fails", "reward.retries=0", TWO)
     done = embodrl("train", "--config", config, *order)
     assert done.code == 1
-    assert "without a reward: reward.fn failed at" in done.stderr and "failing_reward.py" in done.stderr
+    assert "have no reward: reward.fn failed at" in done.stderr and "failing_reward.py" in done.stderr

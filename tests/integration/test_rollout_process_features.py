@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import TINY, embodrl, metrics
+from runs import embodrl, metrics
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -39,13 +39,6 @@ FEATURES = {
 }
 IN_SHORT = ("offload",)
 ALL = [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.long) for name in FEATURES]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
-    path.write_text(TINY)
-    return path
 
 
 def facts(run_dir: Path) -> list[dict[str, object]]:

@@ -49,10 +49,6 @@ def is_inline(launcher):
     return isinstance(launcher, InlineLauncher)
 
 
-def is_ray(launcher):
-    return not isinstance(launcher, InlineLauncher | ProcessLauncher)
-
-
 def test_each_worker_knows_its_place(adders):
     found = adders.where().result(CALL_S)
     assert [(w["rank"], w["size"], w["devices"]) for w in found] == [(0, 2, (0,)), (1, 2, (1, 2))]

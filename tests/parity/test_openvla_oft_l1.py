@@ -32,19 +32,6 @@ def test_everything_is_within_tolerance() -> None:
     assert all(result.ok for result in results), results
 
 
-def test_the_instruction_of_film_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: the stop token left out of the mean that FiLM reads."""
-    plain = parity.instruction_mean
-    monkeypatch.setattr(parity, "instruction_mean", lambda model, ids, mask, stop: plain(model, ids, mask, False))
-    assert errors()["normalised actions"] > 1e-3
-
-
-def test_the_scale_of_the_adapters_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: rank 20 with an alpha of 20 instead of 16."""
-    monkeypatch.setattr(components, "MAX_DEFAULT_ALPHA", 20)
-    assert errors()["normalised actions"] > 1e-3
-
-
 def test_the_state_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the state in the robot's units."""
 

@@ -9,12 +9,9 @@ import torch
 from expect import raises_code
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional as F
-from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from embodrl.errors import CheckpointError
 from embodrl.models.flow import gemma
-from embodrl.models.flow.flow import reversed_velocity
 from embodrl.models.openpi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 from embodrl.models.pi import modeling
 from embodrl.models.pi.modeling import PiModel
@@ -25,7 +22,6 @@ pytestmark = pytest.mark.skipif(
     not (FIXTURES / "pi0").is_dir(), reason=f"no recorded reference outputs in {FIXTURES / 'pi0'}"
 )
 VARIANTS = ("pi0", "pi05")
-WRONG_BY = 1e-3
 
 
 @pytest.fixture(params=VARIANTS)
@@ -100,19 +96,6 @@ def test_a_camera_that_some_rows_lack(model, io):
 # Negative controls: each makes one thing wrong, and the comparison must see it. ----------------------------------
 
 
-def test_time_direction(model, io):
-    """As if the network were GR00T's, whose time runs from noise to data."""
-    turned = reversed_velocity(lambda x, tau: PiModel.velocity(model, context, x, tau))
-    with torch.no_grad():
-        pixels = torch.stack([io["imgs.0"], io["imgs.1"]], dim=1)
-        context = model.encode(pixels, io["lang"], io["lm"], io["state"])
-        right, _ = PiModel.velocity(model, context, io["noise"], io["t"])
-        wrong, _ = turned(io["noise"], io["t"])
-    assert (right - wrong).abs().max() > WRONG_BY
-    model.velocity = lambda context, x, tau: PiModel.velocity(model, context, x, 1.0 - tau)
-    assert differs(model, io)
-
-
 @pytest.mark.parametrize(
     "wrong", ["causal prefix", "embeddings not scaled", "images scaled", "no shift of norms", "positions of padding"]
 )
@@ -141,23 +124,6 @@ def test_errors_in_the_prefix(model, io, wrong, monkeypatch):
     else:
         counted = torch.arange(100)[None].expand(2, -1)
         monkeypatch.setattr(modeling, "token_places", lambda valid, length, device: counted[:, :length])
-    assert differs(model, io)
-
-
-def test_time_embedding_in_another_order(model, io, monkeypatch):
-    plain = modeling.time_embedding
-    monkeypatch.setattr(modeling, "time_embedding", lambda tau, width: plain(tau, width).roll(width // 2, dims=1))
-    assert differs(model, io)
-
-
-def test_another_activation_in_vision(model, io, monkeypatch):
-    monkeypatch.setattr(SiglipMLP, "forward", lambda self, x: self.fc2(F.relu(self.fc1(x))))
-    assert differs(model, io)
-
-
-def test_vision_without_its_last_norm(model, io, monkeypatch):
-    tower = model.paligemma.vision_tower
-    monkeypatch.setattr(tower.vision_model, "post_layernorm", torch.nn.Identity())
     assert differs(model, io)
 
 

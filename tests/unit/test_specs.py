@@ -11,7 +11,7 @@ import pytest
 from expect import raises_code
 from fresh import forget_extensions
 
-from embodrl.config.explain import to_yaml
+from embodrl.config.yaml_text import to_yaml
 from embodrl.envs.registry import SupportedEnv
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.models.registry import SupportedModel

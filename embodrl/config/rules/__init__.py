@@ -1,4 +1,4 @@
-"""Cross-field rules, by subject. All of them run; each reports on its own."""
+"""Cross-field rules by subject. All of them run, and each reports independently."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Report:
-    """What the rules found.
+    """Findings of the rules.
 
     Attributes:
-        errors: forbidden.
-        notes: allowed, but without effect or odd.
-        obstacles: of a plan: why the run could not be started on this machine.
+        errors: forbidden settings.
+        notes: settings that are allowed but have no effect or a surprising one.
+        obstacles: for a plan, reasons why the run could not start on this machine.
     """
 
     errors: list[ConfigProblem]
@@ -94,11 +94,12 @@ def run_rules(
     """Run every rule whose keys have a valid type.
 
     Args:
-        context: the values, with the schema's default where one was invalid, and where they came from.
-        invalid: keys whose value was invalid.
-        verb: leaves out what it does not read; with ``plan`` nothing will be started, so what this machine lacks is
-            an obstacle instead of an error. None checks everything.
-        further_rules: of packages above this one.
+        context: values, with schema defaults in place of invalid ones, and their origins.
+        invalid: keys with invalid values.
+        verb: verb that the configuration is for; rules about settings that the verb does not read are skipped. ``plan``
+            starts nothing, so it reports what this machine lacks as obstacles instead of errors. None checks
+            everything.
+        further_rules: rules of packages above this one.
     """
 
     schema = schema_of(context.tree)
@@ -127,7 +128,7 @@ def run_rules(
 
 
 def _specs_of_verb(verb: Verb | None, context: Context) -> list[VerbSpec]:
-    """Return the verb, if it has a spec; where everything is checked, those that have sections in the configuration."""
+    """Return the verb's spec, if any; where everything is checked, the specs whose sections the configuration has."""
     if verb is not None:
         return [VERBS.entry(verb)] if verb in VERBS else []
     further = context.tree.children.keys() - Config.model_fields.keys()
@@ -139,11 +140,11 @@ def _imported(rules: RuleSet | str) -> RuleSet:
 
 
 def shipped_rules() -> RuleSet:
-    """Return all rules that come with embodrl, for the references in docs/."""
+    """Return all rules that ship with embodrl, for the references in docs/."""
     registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, LAUNCHERS, SERVE_PROTOCOLS, VERBS)
     specs = [registry.entry(name) for registry in registries for name in registry.builtin]
     found = [_imported(rules) for spec in specs for rules in spec.rules]
-    sets = {id(rules): rules for rules in found}.values()  # families share some
+    sets = {id(rules): rules for rules in found}.values()  # families share rule sets
     return RuleSet(
         [*RULES, *(rule for one in sets for rule in one.rules)], [*NOTES, *(note for one in sets for note in one.notes)]
     )

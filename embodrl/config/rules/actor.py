@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, divisors, rule
+from embodrl.config.rules.base import Context, divisors, note, rule
 from embodrl.config.rules.cluster import KEY
+from embodrl.errors import EmbodrlError
+from embodrl.names import import_function
 from embodrl.rule_set import Finding
 
 BACKEND = "actor.training_backend"
+OPTIMIZER = "actor.optim.fn"
 
 
 @rule(BACKEND, "actor.own_process", "cluster.launcher")
@@ -31,7 +35,7 @@ def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
 
 @rule(BACKEND, KEY, "cluster", "env.num_processes", "rollout.backend")
 def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
-    """A process of fsdp or megatron has one GPU of its own; NCCL refuses two processes on one."""
+    """Each process of fsdp or megatron has one GPU of its own; NCCL refuses two processes on one GPU."""
     backend = context.config.actor.training_backend
     if backend == "native":
         return
@@ -51,22 +55,22 @@ def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
 
 @rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model", "env.num_processes", "rollout.backend")
 def layers_can_be_cut(context: Context) -> Iterator[Finding]:
-    """Tensor parallelism needs fsdp or megatron, a number of processes that it divides, and no adapters."""
+    """Tensor parallelism needs fsdp or megatron, a process count that it divides, and no adapters."""
     actor = context.config.actor
     key = "actor.tensor_parallel_size"
     size = actor.tensor_parallel_size
     if size == 1:
         return
     if actor.training_backend == "native":
-        message = f"is {size}, and the backend '{actor.training_backend}' does not cut layers"
+        message = f"is {size}, and the backend '{actor.training_backend}' does not split layers"
         hint = "set actor=fsdp or actor=megatron, or leave it at 1"
         yield Finding(key, message, hint, "1", others=(BACKEND,))
         return
     if context.config.model.small_actor.kind is not None or (context.family and context.family.off_policy):
-        message = f"is {size}, and a small actor has no layers that several processes could share"
+        message = f"is {size}, and a small actor has no layers to split among processes"
         yield Finding(key, message, "leave it at 1", "1", others=("model.model_type",))
     if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
-        message = f"is {size}, and layers with low-rank adapters can't be cut"
+        message = f"is {size}, and layers with low-rank adapters can't be split"
         yield Finding(
             key, message, "leave it at 1, or choose another model.trainable", "1", others=("model.trainable",)
         )
@@ -83,7 +87,7 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
 
 @rule(BACKEND, "model.trainable")
 def backend_trains_adapters(context: Context) -> Iterator[Finding]:
-    """Some training backends have no low-rank adapters."""
+    """Some training backends do not support low-rank adapters."""
     backend = context.config.actor.training_backend
     model = context.config.model
     if model.trainable == "lora" and not context.training_engine.trains_adapters:
@@ -94,19 +98,19 @@ def backend_trains_adapters(context: Context) -> Iterator[Finding]:
 
 @rule(BACKEND, "algorithm.loss_type", "algorithm.bc_coef")
 def backend_runs_the_update(context: Context) -> Iterator[Finding]:
-    """Some training backends update by rollouts alone: they neither imitate nor hold critics beside the policy."""
+    """Some training backends only update from rollouts: they neither imitate nor train critics."""
     algorithm = context.config.algorithm
     if context.training_engine.every_update or not (context.loss.learns_from_records or algorithm.bc_coef):
         return
     cause = "algorithm.loss_type" if context.loss.learns_from_records else "algorithm.bc_coef"
-    message = f"'{context.config.actor.training_backend}' updates by rollouts alone: it neither imitates nor holds"
+    message = f"'{context.config.actor.training_backend}' only updates from rollouts: it neither imitates nor trains"
     message += f" critics, which {cause} asks for"
     yield Finding(BACKEND, message, "set actor=native or actor=fsdp", "native, fsdp", others=(cause,))
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")
 def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
-    """On a CPU there is nothing to offload from."""
+    """Offloading needs a GPU."""
     if context.config.actor.fsdp.cpu_offload and context.solution.gpus_per_node == 0:
         yield Finding(
             "actor.fsdp.cpu_offload",
@@ -115,3 +119,35 @@ def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
             "false",
             others=("cluster.device",),
         )
+
+
+@rule(OPTIMIZER, "actor.optim.arguments")
+def optimizer_can_be_made(context: Context) -> Iterator[Finding]:
+    """The function of the optimizer can be imported, and takes the arguments."""
+    optim = context.config.actor.optim
+    if optim.fn is None:
+        return
+    try:
+        signature = inspect.signature(import_function(optim.fn))
+    except EmbodrlError as error:
+        hint = error.hint or "put the module's directory on PYTHONPATH, or correct the name"
+        yield Finding(OPTIMIZER, error.message, hint, "module:function, or null")
+        return
+    except ValueError:
+        return  # implemented in C: its signature is not available
+    try:
+        signature.bind([], **optim.arguments)
+    except TypeError as error:
+        message = f"'{optim.fn}' can't be called with parameter groups and these: {error}"
+        hint = f"its parameters are {', '.join(signature.parameters)}"
+        yield Finding("actor.optim.arguments", message, hint, others=(OPTIMIZER,))
+
+
+@note(OPTIMIZER, "actor.optim.betas", "actor.optim.eps", "algorithm.loss_type")
+def adamw_settings_have_an_effect(context: Context) -> Iterator[Finding]:
+    """``betas`` and ``eps`` are AdamW's: with another optimizer they reach the critics alone."""
+    if context.config.actor.optim.fn is None or context.loss.off_policy:
+        return
+    for key in ("actor.optim.betas", "actor.optim.eps"):
+        if context.by_user(key):
+            yield Finding(key, "has no effect: it is AdamW's, and actor.optim.fn is another optimizer", "leave it out")

@@ -19,7 +19,7 @@ PARTS = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
 
 @rule("algorithm.adv_type", "algorithm.loss_type")
 def parts_are_registered(context: Context) -> Iterator[Finding]:
-    """Estimator and loss have names in the registry, or are custom functions whose parameters are available."""
+    """Estimator and loss have registered names, or are custom functions with available parameters."""
     for key, table in PARTS:
         name: str = getattr(context.config.algorithm, key)
         if ":" in name and name not in table.names():
@@ -36,12 +36,12 @@ def parts_are_registered(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.adv_type", "algorithm.loss_type", "model.add_value_head")
 def critic_is_complete(context: Context) -> Iterator[Finding]:
-    """Values are predicted, trained and used, or none of it."""
+    """Values are predicted, trained and used, or none of these."""
     algorithm = context.config.algorithm
     if algorithm.adv_type not in ADVANTAGES or algorithm.loss_type not in LOSSES:
         return
     if context.estimator.off_policy != context.loss.learns_from_records:
-        return  # a rule of its own reports it
+        return  # a separate rule reports it
     adv = context.estimator.needs_values
     loss = context.loss.needs_values
     both = ("algorithm.adv_type", "algorithm.loss_type")
@@ -68,20 +68,20 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.adv_type", "algorithm.loss_type", "algorithm.value_loss_coef", "actor.optim.critic_warmup_iterations")
 def critic_learns(context: Context) -> Iterator[Finding]:
-    """A critic has a loss; without one there is nothing to warm up."""
+    """A critic has a loss; without a critic there is nothing to warm up."""
     algorithm = context.config.algorithm
     warm_up = context.config.actor.optim.critic_warmup_iterations
     if algorithm.loss_type not in LOSSES:
         return
     if context.loss.needs_values:
         if algorithm.value_loss_coef == 0:
-            message = "a weight of 0 leaves the value head as it started, and the advantages with it"
+            message = "a weight of 0 leaves the value head, and with it the advantages, untrained"
             yield Finding(
                 "algorithm.value_loss_coef", message, "set it to 0.5", "above 0", others=("algorithm.loss_type",)
             )
     elif warm_up:
         message = (
-            f"{warm_up} iterations would train the value head alone, and loss_type '{algorithm.loss_type}' has none"
+            f"{warm_up} iterations would train only the value head, and loss_type '{algorithm.loss_type}' has none"
         )
         hint = "set actor.optim.critic_warmup_iterations=0"
         yield Finding("actor.optim.critic_warmup_iterations", message, hint, "0", others=("algorithm.loss_type",))
@@ -89,7 +89,7 @@ def critic_learns(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.reward_type", "model.value_head.output", "model.add_value_head")
 def values_match_rewards(context: Context) -> Iterator[Finding]:
-    """One value a reward."""
+    """There is one value per reward."""
     config = context.config
     wanted = {"chunk_level": "chunk", "action_level": "action"}[config.algorithm.reward_type]
     if config.model.add_value_head and config.model.value_head.output != wanted:
@@ -106,7 +106,7 @@ def values_match_rewards(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.reward_type", "algorithm.logprob_type", "algorithm.entropy_type", "model.num_action_chunks")
 def levels_fit(context: Context) -> Iterator[Finding]:
-    """A ratio is at most as coarse as the advantages that it is multiplied with."""
+    """Ratios are at most as coarse as the advantages that they multiply."""
     algorithm = context.config.algorithm
     if algorithm.reward_type != "action_level" or context.config.model.num_action_chunks == 1:
         return
@@ -132,7 +132,7 @@ def groups_for_group_estimators(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.normalize_advantages", "algorithm.normalization_scope", "algorithm.group_size")
 def groups_for_normalization(context: Context) -> Iterator[Finding]:
-    """Normalisation over groups needs groups."""
+    """Normalisation within groups needs groups."""
     algorithm = context.config.algorithm
     if algorithm.normalize_advantages and algorithm.normalization_scope == "group" and algorithm.group_size < 2:
         message = "the episodes of a group would be normalised together, and a group of 1 always gives 0"
@@ -142,7 +142,7 @@ def groups_for_normalization(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.filter", "algorithm.group_size")
 def filter_keeps_something(context: Context) -> Iterator[Finding]:
-    """The success-rate filter has groups, and a range that their rates can be in."""
+    """The success-rate filter has groups, and a range that their success rates can fall into."""
     algorithm = context.config.algorithm
     selection = algorithm.filter
     size = algorithm.group_size
@@ -168,7 +168,7 @@ BRANCH = "algorithm.branch.enabled"
 
 @rule("algorithm.branch", "algorithm.adv_type", "runner.max_staleness", "rollout.workflow", "env.env_type")
 def branches_can_be_compared(context: Context) -> Iterator[Finding]:
-    """Episodes that branch are compared within their groups, in lockstep, from states that can be restored exactly."""
+    """Branching episodes are compared within their groups, in lockstep, from exactly restorable states."""
     config = context.config
     if not config.algorithm.branch.enabled:
         return
@@ -177,20 +177,20 @@ def branches_can_be_compared(context: Context) -> Iterator[Finding]:
         able = ", ".join(name for name in ADVANTAGES if ADVANTAGES.entry(name).needs_groups)
         yield Finding("algorithm.adv_type", message, "set it to rloo, as algorithm=branch does", able, others=(BRANCH,))
     if config.runner.max_staleness:
-        message = "a group branches before its rollout, and rollouts that run ahead begin at resets"
+        message = "a group branches before its rollout, but rollouts that run ahead begin at resets"
         yield Finding("runner.max_staleness", message, "set it to 0", "0", others=(BRANCH,))
     if config.rollout.workflow is not None:
         message = "a workflow begins episodes itself, at resets"
         yield Finding("rollout.workflow", message, "leave it out", "null", others=(BRANCH,))
     batched = None if context.simulator is None else context.simulator.batched_by
     if batched is not None and getattr(config.env, batched[0]) == batched[1]:
-        message = f"'{batched[1]}' simulates all environments at once, and has no state of single ones"
+        message = f"'{batched[1]}' simulates all environments at once, and has no per-environment state"
         yield Finding(f"env.{batched[0]}", message, "choose another value", f"not {batched[1]}", others=(BRANCH,))
 
 
 @rule("algorithm.branch", "env.max_episode_steps", "model.num_action_chunks")
 def branches_begin_within_episodes(context: Context) -> Iterator[Finding]:
-    """A state in the midst of an episode has a chunk before it and one after it."""
+    """A state within an episode has a chunk before it and one after it."""
     config = context.config
     keys = ("env.max_episode_steps", "model.num_action_chunks")
     if not config.algorithm.branch.enabled:
@@ -199,7 +199,7 @@ def branches_begin_within_episodes(context: Context) -> Iterator[Finding]:
     chunk = config.model.num_action_chunks
     chunks = -(-steps // chunk)
     if chunks == 1:
-        message = f"an episode of {steps} steps is one chunk of {chunk}, and has no state in its midst to branch from"
+        message = f"an episode of {steps} steps is one chunk of {chunk}, so it has no inner state to branch from"
         hint = f"set it to at most {steps - 1}, or choose algorithm=rloo"
         yield Finding(keys[1], message, hint, f"below {steps}", others=(keys[0], BRANCH))
     elif config.branch_chunks >= chunks:
@@ -210,7 +210,7 @@ def branches_begin_within_episodes(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.clip_ratio_dual", "algorithm.clip_ratio_high")
 def dual_clip_is_the_outer_one(context: Context) -> Iterator[Finding]:
-    """The dual clip is beyond the upper clip of the ratio."""
+    """The dual clip lies beyond the upper clip of the ratio."""
     algorithm = context.config.algorithm
     dual = algorithm.clip_ratio_dual
     upper = 1 + algorithm.clip_ratio_high
@@ -227,7 +227,7 @@ def dual_clip_is_the_outer_one(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.decoupled", "algorithm.logprob_type")
 def decoupled_level_fits(context: Context) -> Iterator[Finding]:
-    """The behaviour weight is not finer than the ratio, and is known where it is needed."""
+    """The behaviour weight is not finer than the ratio, and is available where it is needed."""
     algorithm = context.config.algorithm
     decoupled = algorithm.decoupled
     if not decoupled.enabled:
@@ -243,7 +243,7 @@ def decoupled_level_fits(context: Context) -> Iterator[Finding]:
     if decoupled.level == "episode" and decoupled.prox == "loglinear":
         yield Finding(
             "algorithm.decoupled.prox",
-            "loglinear takes the present log-probs of a minibatch, which does not have all chunks of an episode",
+            "loglinear uses the current log-probs of a minibatch, which does not have all chunks of an episode",
             "set algorithm.decoupled.prox=recompute, or algorithm.decoupled.level=chunk",
             "recompute",
             others=("algorithm.decoupled.level",),
@@ -251,14 +251,14 @@ def decoupled_level_fits(context: Context) -> Iterator[Finding]:
 
 
 def _not_taken_by_the_loss(context: Context, *names: str) -> list[str]:
-    """Return those names that a loss of the user's has no parameters for."""
+    """Return the given names that a user's loss has no parameters for."""
     taken = context.loss.parameters
     return [] if taken is None else [name for name in names if name not in taken]
 
 
 @rule("algorithm.decoupled", "algorithm.recompute_logprobs", "algorithm.loss_type", "rollout.backend")
 def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
-    """A loss of the user's applies the behaviour weights."""
+    """A user's loss applies the behaviour weights."""
     algorithm = context.config.algorithm
     missing = _not_taken_by_the_loss(context, "prox_logprobs", "behavior_weights")
     if algorithm.decoupled.enabled and missing:
@@ -279,7 +279,7 @@ def decoupled_reaches_the_loss(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.recompute_logprobs", "algorithm.decoupled", "rollout.backend")
 def recomputed_is_not_interpolated(context: Context) -> Iterator[Finding]:
-    """Log-probs of the proximal policy come from one place."""
+    """Log-probs of the proximal policy come from one source."""
     decoupled = context.config.algorithm.decoupled
     if context.config.recomputes_logprobs and decoupled.enabled and decoupled.prox == "loglinear":
         message = "log-probs are recomputed by the engine that trains, and loglinear interpolates instead"
@@ -290,7 +290,7 @@ def recomputed_is_not_interpolated(context: Context) -> Iterator[Finding]:
 
 @note("algorithm.recompute_logprobs", "rollout.backend")
 def engines_disagree(context: Context) -> Iterator[Finding]:
-    """Ratios between two engines do not begin at 1."""
+    """Ratios between two engines do not start at 1."""
     backend = context.config.rollout.backend
     if backend != "native" and not context.config.recomputes_logprobs:
         message = f"is false: ratios are relative to log-probs of {backend}, and are not 1 before the first step"
@@ -299,7 +299,7 @@ def engines_disagree(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.kl", "algorithm.loss_type")
 def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
-    """A loss of the user's adds the KL to the reference."""
+    """A user's loss adds the KL to the reference policy."""
     kl = context.config.algorithm.kl
     missing = _not_taken_by_the_loss(context, "ref_logprobs", "kl_coef")
     if kl.coef and kl.placement == "loss" and missing:
@@ -313,7 +313,7 @@ def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.loss_type", "model.model_type")
 def loss_fits_the_family(context: Context) -> Iterator[Finding]:
-    """A loss that is computed from what one kind of policy has is for that kind, e.g. from velocities."""
+    """A loss that reads family-specific outputs, e.g. velocities, is used with that family."""
     family = context.family
     kind = context.loss.family_kind
     if kind and family is not None and family.kind != kind:
@@ -338,7 +338,7 @@ def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
     train = config.env.train
     batch = config.actor.global_batch_size
     if not train.auto_reset or config.algorithm.filter.enabled or context.loss.learns_from_records:
-        return  # how many chunks there are shows when they have been run; batches are made as even as can be
+        return  # the number of chunks is known only after the rollout; batches are made as even as possible
     chunks = config.rollout_chunks
     total = train.total_num_envs * chunks * config.algorithm.rollout_epoch
     if total % batch:
@@ -359,7 +359,7 @@ def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
 
 @rule("actor.global_batch_size", "actor.micro_batch_size")
 def micro_batches_fill_batches(context: Context) -> Iterator[Finding]:
-    """An optimizer step is a whole number of passes."""
+    """An optimizer step is a whole number of micro-batches."""
     actor = context.config.actor
     rest = actor.global_batch_size % actor.micro_batch_size
     if rest:
@@ -388,7 +388,7 @@ WARM_UPS = ("actor.optim.critic_warmup_iterations", "actor.optim.lr_warmup_itera
 
 
 def warm_up_findings(context: Context) -> Iterator[Finding]:
-    """Yield what is wrong with the length of the warm-ups."""
+    """Yield the problems of the warm-up lengths."""
     optim = context.config.actor.optim
     iterations = context.config.runner.max_iterations
     critic = optim.critic_warmup_iterations
@@ -399,7 +399,7 @@ def warm_up_findings(context: Context) -> Iterator[Finding]:
         hint = f"set it below {iterations}, or raise runner.max_iterations"
         yield Finding(WARM_UPS[0], message, hint, f"0 to {iterations - 1}", others=others)
     elif critic + rate > iterations:
-        message = f"the learning rate would never reach its peak: {critic} iterations of the critic alone, then {rate}"
+        message = f"the learning rate would never reach its peak: {critic} critic-only iterations, then {rate}"
         message += f" of warm-up, are more than the {iterations} of the run"
         hint = f"set it to at most {iterations - critic}, or raise runner.max_iterations"
         yield Finding(WARM_UPS[1], message, hint, f"0 to {iterations - critic}", others=(WARM_UPS[0], *others))
@@ -413,22 +413,22 @@ def chosen_warm_ups_end(context: Context) -> Iterator[Finding]:
 
 @note(*WARM_UPS, "runner.max_iterations")
 def default_warm_ups_end(context: Context) -> Iterator[Finding]:
-    """In a very short run the default warm-ups are all there is."""
+    """In a very short run the default warm-ups take up all iterations."""
     yield from (finding for finding in warm_up_findings(context) if not context.by_user(finding.key))
 
 
 @note("algorithm.kl")
 def kl_has_a_gradient(context: Context) -> Iterator[Finding]:
-    """In a loss, k1 pulls nowhere."""
+    """As a loss, k1 has no expected gradient."""
     kl = context.config.algorithm.kl
     if kl.coef and kl.placement == "loss" and kl.estimator == "k1":
-        message = "in the loss the gradient of k1 is 0 on average: only its value estimates the KL"
+        message = "in the loss the gradient of k1 is 0 on average; only its value estimates the KL"
         yield Finding("algorithm.kl.estimator", message, "set it to k2 or k3, or algorithm.kl.placement=reward")
 
 
 @note("algorithm", "rollout.backend")
 def algorithm_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that do nothing beside the others."""
+    """Settings that have no effect in combination with others."""
     for key, idle, reason in _inert(context):
         if idle and context.by_user(key):
             yield Finding(key, f"has no effect: {reason}", "leave it out")
@@ -440,16 +440,16 @@ ON_POLICY = ("logprob_type", "update_epoch", "target_kl", "normalize_advantages"
 
 
 def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
-    """Yield keys of the algorithm, whether they have no effect, and why."""
+    """Yield algorithm keys, whether they have no effect, and the reason."""
     config = context.config
     algorithm = config.algorithm
     adv = context.estimator
     loss = context.loss
     adv_type = f"adv_type is '{algorithm.adv_type}'"
-    recorded = f"loss_type '{algorithm.loss_type}' learns from what is recorded"
+    recorded = f"loss_type '{algorithm.loss_type}' learns from recorded data"
     for name in (*LOSS_KEYS.values(), *ON_POLICY):
         yield f"algorithm.{name}", loss.learns_from_records, recorded
-    on_policy = f"loss_type '{algorithm.loss_type}' learns from its rollouts alone"
+    on_policy = f"loss_type '{algorithm.loss_type}' learns only from its rollouts"
     for name in OffPolicyConfig.model_fields:
         read = loss.learns_from_records or (name == "demos" and algorithm.bc_coef > 0)
         yield f"algorithm.off_policy.{name}", not read, on_policy
@@ -464,7 +464,7 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     yield "algorithm.reward_type", summed, f"{adv_type} and gamma is 1"
     weighted = config.recomputes_logprobs and not algorithm.decoupled.enabled
     yield "algorithm.engine_weight_cap", not weighted, "no log-probs are recomputed, or decoupled.cap counts"
-    # A function of the user's gets the settings that its parameters name, and no others.
+    # A user's function gets only the settings that its parameters name.
     for part, keys in ((adv, ESTIMATOR_KEYS), (loss, LOSS_KEYS)):
         for name, key in keys.items():
             unread = part.parameters is not None and name not in part.parameters

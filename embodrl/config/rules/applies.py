@@ -1,4 +1,4 @@
-"""Settings that have no effect without another one, as the schema says with ``AppliesIf``."""
+"""Settings that have no effect without another one, as declared in the schema with ``AppliesIf``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from embodrl.config.schema import AppliesIf, Config, Section
 from embodrl.rule_set import Finding
 
 FACTS = ("loss", "estimator", "deployment", "launcher")
-"""Attributes of the context that conditions may name."""
+"""Context attributes that conditions may name."""
 
 
 @note(*Config.model_fields)
 def setting_applies(context: Context) -> Iterator[Finding]:
-    """A setting has an effect beside the others and what they choose."""
+    """A setting has an effect in combination with the others."""
     for key, conditions in conditional_settings(context.config):
         if context.by_user(key) and value_of(context.config, key) is not None:
             idle = (each for each in conditions if each.key != key and not _holds(each, context))
@@ -26,7 +26,7 @@ def setting_applies(context: Context) -> Iterator[Finding]:
 def conditional_settings(
     section: Section, prefix: str = "", above: tuple[AppliesIf, ...] = ()
 ) -> Iterator[tuple[str, tuple[AppliesIf, ...]]]:
-    """Yield the settings of a section that have an effect on conditions, and the conditions."""
+    """Yield the conditional settings of a section with their conditions."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         key = f"{prefix}{name}"

@@ -1,4 +1,4 @@
-"""What the rules of the configuration look at."""
+"""Input of the configuration rules."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ M = TypeVar("M", bound=ModelConfig)
 
 @dataclass(frozen=True)
 class Context:
-    """A configuration whose types are right, and where its values came from.
+    """A configuration with valid types, and the origins of its values.
 
     Attributes:
-        config: the values.
-        tree: with origins.
-        solution: what could be placed.
-        resuming: a checkpoint has the weights.
-        verb: what the configuration is for; None if that is open.
-        made_before: paths that earlier stages of a recipe will have made.
+        config: the typed values.
+        tree: values with origins.
+        solution: result of the placement.
+        resuming: whether the weights come from a checkpoint.
+        verb: verb that the configuration is for; None for any.
+        made_before: paths that earlier stages of a recipe will create.
         choices: preset group -> preset, as far as the user chose.
     """
 
@@ -56,74 +56,72 @@ class Context:
 
     @property
     def collecting(self) -> bool:
-        """An expert acts, so demonstrations need one and the policy's weights do not matter."""
+        """Whether an expert acts, so that demonstrations need one and the policy's weights do not matter."""
         return self.verb == "collect"
 
     @property
     def deployment(self) -> Deployment | None:
-        """Where everything is; None if that is not known, which rules of their own report."""
+        """Placement of all components; None if unknown, which separate rules report."""
         return self.solution.found
 
     @cached_property
     def _defaults(self) -> Any:
-        """The defaults of the sections as they are for this simulator and model."""
+        """Defaults of the sections for this simulator and model."""
         return json.loads(defaults_of(self.config).model_dump_json())
 
     @property
     def simulator(self) -> SimulatorSpec | None:
-        """What is known about ``env.env_type``; None if there is no such simulator."""
+        """Spec of ``env.env_type``; None if it is unknown."""
         name = self.config.env.env_type
         return ENVS.entry(name) if name in ENVS else None
 
     @property
     def family(self) -> ModelSpec | None:
-        """What is known about ``model.model_type``; None if there is no such family."""
+        """Spec of ``model.model_type``; None if it is unknown."""
         name = self.config.model.model_type
         return MODELS.entry(name) if name in MODELS else None
 
     @property
     def training_engine(self) -> EngineSpec:
-        """What is known about ``actor.training_backend``, whose name was checked."""
+        """Spec of ``actor.training_backend``, whose name was checked."""
         return ENGINES.entry(self.config.actor.training_backend)
 
     @property
     def rollout_engine(self) -> EngineSpec:
-        """What is known about ``rollout.backend``, whose name was checked."""
+        """Spec of ``rollout.backend``, whose name was checked."""
         return ENGINES.entry(self.config.rollout.backend)
 
     @property
     def launcher(self) -> LauncherSpec:
-        """What is known about ``cluster.launcher``, whose name was checked."""
+        """Spec of ``cluster.launcher``, whose name was checked."""
         return LAUNCHERS.entry(self.config.cluster.launcher)
 
     @property
     def estimator(self) -> FunctionSpec:
-        """What is known about the advantage estimator; nothing if there is none of that name."""
+        """Spec of the advantage estimator; an empty one if the name is unknown."""
         name = self.config.algorithm.adv_type
         return ADVANTAGES.entry(name) if name in ADVANTAGES else FunctionSpec(name=name, target=name)
 
     @property
     def loss(self) -> FunctionSpec:
-        """What is known about the loss; nothing if there is none of that name."""
+        """Spec of the loss; an empty one if the name is unknown."""
         name = self.config.algorithm.loss_type
         return LOSSES.entry(name) if name in LOSSES else FunctionSpec(name=name, target=name)
 
     def env(self, settings: type[E]) -> E:
-        """Return the section ``env`` of a simulator with these settings."""
         assert isinstance(self.config.env, settings)
         return self.config.env
 
     def model(self, settings: type[M]) -> M:
-        """Return the section ``model`` of a family with these settings."""
         assert isinstance(self.config.model, settings)
         return self.config.model
 
     def origin(self, key: str) -> Origin:
-        """Return the origin of a value, or of the list or section that it is in."""
+        """Return the origin of a value, or of the list or section that contains it."""
         return origin_of(self.tree, key) if lookup(self.tree, key) else Origin("schema")
 
     def by_user(self, key: str) -> bool:
-        """Tell whether the user asked for this value: on the command line, or in a file and not just the default."""
+        """Return whether the user set this value: on the command line, or in a file to other than the default."""
         node = lookup(self.tree, key)
         if node is None:
             return False
@@ -135,7 +133,7 @@ class Context:
         return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
 
     def problem(self, finding: Finding, code: str) -> ConfigProblem:
-        """Return the finding with origins, and the rule's code where it has none of its own."""
+        """Return the finding with origins, and with the rule's code unless it has its own."""
         keys = (finding.at or finding.key, *finding.others)
         origin = (
             "\n".join(f"{key}: {self.origin(key)}" for key in keys) if finding.others else str(self.origin(keys[0]))
@@ -158,23 +156,23 @@ def value_of(config: Config, key: str) -> object:
 
 
 def path_kind(text: str) -> str:
-    """Return ``directory``, ``file`` or "" for what a path leads to; ~ is the home directory."""
+    """Return ``directory``, ``file`` or "" (nothing) for a path; ~ is the home directory."""
     try:
         path = Path(text).expanduser()
         return "directory" if path.is_dir() else "file" if path.exists() else ""
-    except (OSError, RuntimeError, ValueError):  # too long a name, no such user, a zero byte: nothing is there
+    except (OSError, RuntimeError, ValueError):  # name too long, unknown user or zero byte: no such path
         return ""
 
 
 def multiples(value: int, of: int) -> str:
-    """Name the nearest multiples: below and above."""
+    """Return the nearest multiples below and above, in words."""
     below = value // of * of
     above = (value // of + 1) * of
     return f"{below} or {above}" if below else str(above)
 
 
 def divisors(of: int, near: int) -> str:
-    """Name the divisors of ``of`` nearest to ``near``: below and above."""
+    """Return the divisors of ``of`` nearest to ``near``, below and above, in words."""
     all_divisors = [n for n in range(1, min(of, 100_000) + 1) if of % n == 0]
     below = max((n for n in all_divisors if n <= near), default=1)
     above = min((n for n in all_divisors if n > near), default=below)

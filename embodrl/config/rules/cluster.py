@@ -15,14 +15,14 @@ from embodrl.rule_set import Finding
 from embodrl.specs import LAUNCHERS
 
 KEY = "cluster.component_placement"
-# What the driver and the kernel keep for themselves of a machine's nominal memory.
+# The driver and the kernel use the rest of a machine's nominal memory.
 USABLE = 0.9
 Places = Mapping[str, Sequence[ProcessPlace]]
 
 
 @rule(KEY)
 def components_are_placed_once(context: Context) -> Iterator[Finding]:
-    """Every component has exactly one place."""
+    """Every component is placed exactly once."""
     seen: list[str] = []
     for names in context.config.cluster.component_placement:
         at = f"{KEY}.{names}"
@@ -30,7 +30,7 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
             if name not in COMPONENTS:
                 near = nearest(name, list(COMPONENTS))
                 hint = f"write {near}" if is_misspelt(name, near) else "remove it"
-                message = f"there is no component '{name}' (in '{names}')"
+                message = f"no component '{name}' (in '{names}')"
                 if name == "reward":
                     message = f"rewards are computed by the main process (in '{names}')"
                     hint = "leave it out"
@@ -42,17 +42,17 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
     missing = [name for name in COMPONENTS if name not in seen]
     if missing:
         hint = "add a line for it, e.g. '" + ",".join(missing) + ": all'"
-        yield Finding(KEY, f"no place is given for {', '.join(missing)}", hint, f"all of {', '.join(COMPONENTS)}")
+        yield Finding(KEY, f"no placement for {', '.join(missing)}", hint, f"all of {', '.join(COMPONENTS)}")
 
 
 @rule("cluster.placement", KEY, "cluster.node_groups")
 def there_is_one_placement(context: Context) -> Iterator[Finding]:
-    """A placement is given or chosen."""
+    """The placement is either explicit or automatic."""
     if context.config.cluster.placement != "auto":
         return
     for key in (KEY, "cluster.node_groups"):
         if context.by_user(key):
-            message = "is 'auto', which chooses devices of the whole cluster itself"
+            message = "is 'auto', which chooses devices from the whole cluster"
             yield Finding(
                 "cluster.placement", message, f"leave out {key}, or cluster.placement", "given", others=(key,)
             )
@@ -60,14 +60,14 @@ def there_is_one_placement(context: Context) -> Iterator[Finding]:
 
 @rule("cluster.node_groups", "cluster.num_nodes")
 def node_groups_are_sound(context: Context) -> Iterator[Finding]:
-    """Node groups have different labels, and machines that there are."""
+    """Node groups have different labels and existing machines."""
     cluster = context.config.cluster
     labels = [group.label for group in cluster.node_groups]
     for index, group in enumerate(cluster.node_groups):
         key = f"cluster.node_groups.{index}"
         if group.label in (*labels[:index], MACHINES, "") or "/" in group.label:
-            message = f"'{group.label}' can't be a label: it is taken, empty or has a slash"
-            yield Finding(f"{key}.label", message, "give each group a name of its own", f"text other than '{MACHINES}'")
+            message = f"'{group.label}' can't be a label: it is taken, empty or contains a slash"
+            yield Finding(f"{key}.label", message, "give each group a unique name", f"text other than '{MACHINES}'")
         try:
             pools_of(cluster.model_copy(update={"node_groups": (group,)}), 1)
         except PlacementError as error:
@@ -76,7 +76,7 @@ def node_groups_are_sound(context: Context) -> Iterator[Finding]:
 
 @rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
 def places_exist(context: Context) -> Iterator[Finding]:
-    """Placements can be read, name devices that there are, share them out evenly, and suit the backends."""
+    """Placements are readable, name existing devices, divide them evenly, and suit the backends."""
     for failure in context.solution.unplaced:
         names = failure.names
         reason = failure.reason
@@ -87,13 +87,13 @@ def places_exist(context: Context) -> Iterator[Finding]:
 
 @rule("cluster.hardware", "cluster.num_nodes", "cluster.device", machine_specific=True)
 def described_hardware_is_here(context: Context) -> Iterator[Finding]:
-    """Training runs on the machine that it is on: described hardware must be there."""
+    """Described hardware matches this machine, on which training runs."""
     cluster = context.config.cluster
     machine = context.solution.machine
     if cluster.num_nodes > 1 and not context.launcher.many_machines:
         able = " or ".join(spec.name for spec in LAUNCHERS.all() if spec.many_machines)
-        message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
-        hint = f"set cluster.launcher={able}, or num_nodes to 1; `embodrl plan train` looks at any number"
+        message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows only this machine"
+        hint = f"set cluster.launcher={able}, or num_nodes to 1; `embodrl plan train` plans for any number"
         yield Finding("cluster.num_nodes", message, hint, f"1, or launcher {able}", others=("cluster.launcher",))
     hardware = cluster.hardware
     if hardware.name is None:
@@ -108,7 +108,7 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
         yield Finding(
             "cluster.hardware.name",
             f"'{hardware.name}' is described, but this machine has {', '.join(missing)}",
-            "set cluster=local, or run it there; `embodrl plan train` needs no such machine",
+            "set cluster=local, or run it on such a machine; `embodrl plan train` works without one",
             "null, or hardware that is here",
         )
 
@@ -126,7 +126,7 @@ def native_is_one_process(context: Context) -> Iterator[Finding]:
         processes = found.get(name, [])
         devices = {(p.node, device) for p in processes for device in (p.devices or (-1,))}
         if name == "rollout" and any(len(process.devices) > 1 for process in processes):
-            message = f"a process of rollout gets several devices, and {key} '{backend}' acts on one"
+            message = f"a rollout process gets several devices, and {key} '{backend}' acts on one"
             yield Finding(KEY, message, "use one process per device, e.g. rollout: 0-3", "a process per device")
         if name == "actor" and is_single(config, name) and (len(processes) > 1 or len(devices) > 1):
             message = f"{name} gets {len(devices)} device(s) and {len(processes)} process(es), but {key}"
@@ -157,7 +157,7 @@ def _name(process: ProcessPlace) -> str:
 
 
 def shares_are_even(config: Config, found: Places) -> Iterator[Finding]:
-    """Yield what can't be shared out evenly among several processes of the rollout or of the actor."""
+    """Yield what can't be divided evenly among several rollout or actor processes."""
     rollouts = len(found.get("rollout", []))
     actors = len(found.get("actor", []))
     stages = config.rollout.pipeline_stages
@@ -173,7 +173,7 @@ def shares_are_even(config: Config, found: Places) -> Iterator[Finding]:
             others=(KEY, "rollout.pipeline_stages"),
         )
     actor = config.actor
-    # Processes that share layers take the same chunks.
+    # Processes that share layers process the same chunks.
     actors = max(1, actors // actor.tensor_parallel_size)
     share = actor.global_batch_size // actors
     if actors > 1 and actor.global_batch_size % actors:
@@ -198,7 +198,7 @@ def shares_are_even(config: Config, found: Places) -> Iterator[Finding]:
 
 @rule("cluster.hardware", "cluster.device")
 def described_hardware_is_whole(context: Context) -> Iterator[Finding]:
-    """GPUs and cores are spread evenly over NUMA nodes, and a GPU that is asked for is described."""
+    """GPUs and cores are spread evenly over NUMA nodes, and a requested GPU is described."""
     cluster = context.config.cluster
     hardware = context.config.cluster.hardware
     if hardware.name is None:
@@ -237,31 +237,31 @@ MASTERS = "actor.optim.master_weights"
 
 @note("actor.param_dtype", "actor.optim", "actor.training_backend", "cluster", "model.trainable")
 def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
-    """Small updates of weights in bf16 are rounded away, unless the optimizer has them in float32."""
+    """Small updates of bf16 weights are rounded away unless the optimizer holds float32 copies."""
     actor = context.config.actor
     model = context.config.model
     if actor.param_dtype != "bf16" or model.trainable == "lora":
         return
     if actor.optim.master_weights is False and context.training_engine.keeps_masters:
-        message = f"is false: weights that train (model.trainable={model.trainable}) are held in bf16 alone, and 80 to"
+        message = f"is false: weights that train (model.trainable={model.trainable}) exist only in bf16, and 80 to"
         message += " 90 % of the movement is rounded away at learning rates of 1e-5 and below"
         yield Finding(MASTERS, message, "leave it out, or set model.trainable=lora, whose adapters stay in float32")
 
 
 @rule(MASTERS, "actor.training_backend", "actor.param_dtype", "model.trainable")
 def masters_have_a_use(context: Context) -> Iterator[Finding]:
-    """Float32 copies are asked for where there are weights in half precision."""
+    """Float32 copies are requested only for weights in half precision."""
     actor = context.config.actor
     if not context.training_engine.keeps_masters:
         return
     if actor.optim.master_weights is True and (actor.param_dtype == "fp32" or context.config.model.trainable == "lora"):
-        message = "is true, and all that trains is in float32 already"
+        message = "is true, but all trained weights are already in float32"
         yield Finding(MASTERS, message, "leave it out", "auto", others=("actor.param_dtype", "model.trainable"))
 
 
 @note("cluster.num_threads")
 def threads_have_cores(context: Context) -> Iterator[Finding]:
-    """More threads than cores get in each other's way."""
+    """More threads than cores slow each other down."""
     threads = context.config.cluster.num_threads
     cores = os.cpu_count() or 1
     if threads is not None and threads > cores:

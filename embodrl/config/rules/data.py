@@ -14,7 +14,7 @@ STATISTICS = ("auto", "checkpoint", "data")
 
 @rule("env.env_type", "env.tasks", "algorithm.loss_type")
 def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
-    """For `embodrl collect`, DAgger and interventions: there is a scripted expert for every task."""
+    """Collection, DAgger and interventions need a scripted expert for every task."""
     env = context.config.env
     spec = context.simulator
     asks = context.loss.imitates and context.verb != "store"  # which imitates by itself
@@ -32,13 +32,13 @@ def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
         hint = spec.demonstrations or "choose an environment that has experts"
         yield Finding("env.env_type", f"{env.env_type} has no scripted experts", hint, ", ".join(there_are))
     elif lacking := [task for task in env.tasks if task not in shown]:
-        message = f"there is no scripted expert for {', '.join(lacking)}"
+        message = f"no scripted expert for {', '.join(lacking)}"
         yield Finding("env.tasks", message, "choose tasks that have one", ", ".join(shown))
 
 
 @note("sft", "algorithm.off_policy.demos")
 def layout_of_data_that_is_not_read(context: Context) -> Iterator[Finding]:
-    """How a dataset is read says nothing to a run without one."""
+    """Settings of the dataset layout have no effect in a run without a dataset."""
     if context.verb not in ("train", "plan") or context.config.algorithm.off_policy.demos is not None:
         return
     for key in ("sft.keys", "sft.cameras", "sft.check_robot"):
@@ -49,7 +49,7 @@ def layout_of_data_that_is_not_read(context: Context) -> Iterator[Finding]:
 
 @rule("collect.format", "collect.fps", "collect.video_crf")
 def raw_demonstrations_have_no_videos(context: Context) -> Iterator[Finding]:
-    """The format raw has neither a frame rate nor compressed videos."""
+    """Format raw has neither a frame rate nor compressed videos."""
     if context.config.collect.format != "raw":
         return
     for key in ("collect.fps", "collect.video_crf"):
@@ -65,13 +65,13 @@ def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Fi
     cameras = context.config.env.cameras
     if chosen is not None and len(chosen) != len(cameras):
         names = ", ".join(camera.name for camera in cameras)
-        message = f"{len(chosen)} cameras are named, and env.cameras has {len(cameras)} ({names})"
-        yield Finding("sft.cameras", message, "name one for each, in that order", others=("env.cameras",))
+        message = f"{len(chosen)} cameras are named, but env.cameras has {len(cameras)} ({names})"
+        yield Finding("sft.cameras", message, "name one for each, in the same order", others=("env.cameras",))
 
 
 @rule("env.env_type", "sft.eval_interval")
 def there_is_a_simulator(context: Context) -> Iterator[Finding]:
-    """Only `embodrl sft` (without evaluations) and `embodrl serve` run on mere data."""
+    """Only `embodrl sft` (without evaluations) and `embodrl serve` run without a simulator."""
     config = context.config
     spec = context.simulator
     if spec is None or spec.simulates or context.verb in (None, "serve"):
@@ -89,7 +89,7 @@ def there_is_a_simulator(context: Context) -> Iterator[Finding]:
 
 @rule("sft.stats", "model.stats_path")
 def statistics_exist(context: Context) -> Iterator[Finding]:
-    """Statistics come from one place, which is there."""
+    """Statistics come from a single source, which exists."""
     chosen = context.config.sft.stats
     given = context.config.model.stats_path
     allowed = f"{', '.join(STATISTICS)}, or an existing file"
@@ -98,8 +98,8 @@ def statistics_exist(context: Context) -> Iterator[Finding]:
         hint = f"write sft.stats={near}" if is_misspelt(chosen, near) else "`embodrl data stats` writes such a file"
         yield Finding("sft.stats", f"there is no file '{chosen}'", hint, allowed, near)
     if given is not None and path_kind(given) != "file":
-        hint = "`embodrl data stats` writes such a file; null takes the checkpoint's"
+        hint = "`embodrl data stats` writes such a file; null uses the checkpoint's"
         yield Finding("model.stats_path", f"there is no file '{given}'", hint, "an existing file, or null")
     elif given is not None and chosen != "auto":
-        message = f"is {chosen}, and model.stats_path names other statistics"
-        yield Finding("sft.stats", message, "give one of the two", "auto", others=("model.stats_path",))
+        message = f"is {chosen}, but model.stats_path names other statistics"
+        yield Finding("sft.stats", message, "set only one of the two", "auto", others=("model.stats_path",))

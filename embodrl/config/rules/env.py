@@ -14,22 +14,22 @@ from embodrl.config.schema import Config
 from embodrl.rule_set import Finding
 from embodrl.specs import ENV_SERVERS
 
-# `embodrl collect` gives up after so many; every attempt has the next seed.
+# `embodrl collect` gives up after this many attempts; each uses the next seed.
 MAX_ATTEMPTS_PER_EPISODE = 10
 
 
 def evaluated_tasks(config: Config) -> tuple[str, tuple[str, ...]]:
-    """Return the tasks of evaluations, and the key that names them; those of env where others are invalid."""
+    """Return the evaluated tasks, and the key that names them; env's tasks if the others are invalid."""
     try:
         tasks = config.evaluated.env.tasks
-    except ValidationError:  # reported by a rule of its own
+    except ValidationError:  # reported by a separate rule
         tasks = config.env.tasks
     return "env.tasks" if tasks == config.env.tasks else "env.eval.tasks", tasks
 
 
 @rule("env.train.total_num_envs", "env.eval.total_num_envs", "env.num_processes")
 def processes_share_the_environments(context: Context) -> Iterator[Finding]:
-    """The environments are spread evenly over the processes."""
+    """Environments are spread evenly over the processes."""
     env = context.config.env
     for split, count in (("train", env.train.total_num_envs), ("eval", env.eval.total_num_envs)):
         if count % env.num_processes:
@@ -61,7 +61,7 @@ def stages_are_whole_processes(context: Context) -> Iterator[Finding]:
 
 @rule("env.remote", "env.python", "env.video.enabled", "cluster.launcher", "cluster.component_placement")
 def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
-    """Env servers have addresses, their own interpreters and devices, and no directory of the run."""
+    """Env servers have addresses, their own interpreters and devices, and no access to the run directory."""
     config = context.config
     remote = context.config.env.remote
     if not remote:
@@ -73,23 +73,23 @@ def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
         yield Finding("env.remote", f"{', '.join(wrong)}: no address", "name `embodrl env serve`", allowed)
     others = ("env.remote",)
     if config.env.python not in (None, "auto"):
-        message = "is an interpreter of this machine, and the simulators run on others"
+        message = "is an interpreter of this machine, but the simulators run on others"
         yield Finding("env.python", message, "leave it out, or set it to auto", "null, auto", others=others)
     if config.env.video.enabled:
-        message = "is true, and simulators on other machines can't write videos into this run's directory"
+        message = "is true, but simulators on other machines can't write videos into this run's directory"
         yield Finding("env.video.enabled", message, "set it to false", "false", others=others)
     if context.launcher.many_machines:
         message = f"'{config.cluster.launcher}' starts processes on other machines itself"
         yield Finding("cluster.launcher", message, "place env on those machines, without env.remote", others=others)
     named = [key for key in config.cluster.component_placement if key.strip() == "env"]
     if named and context.by_user("cluster.component_placement"):
-        message = "places env on devices of this machine, and env.remote names servers"
+        message = "places env on devices of this machine, but env.remote names servers"
         yield Finding("cluster.component_placement", message, "place env together with rollout", others=others)
 
 
 @rule("env.train.total_num_envs", "env.num_processes", "algorithm.group_size")
 def groups_stay_in_a_process(context: Context) -> Iterator[Finding]:
-    """The environments of a group are in one process."""
+    """The environments of a group share a process."""
     env = context.config.env
     size = context.config.algorithm.group_size
     per_process = env.train.total_num_envs // env.num_processes
@@ -166,7 +166,7 @@ def rollouts_without_reset_end_with_the_episode(context: Context) -> Iterator[Fi
 
 @rule("env.train", "algorithm.adv_type", "algorithm.normalization_scope", "algorithm.normalize_advantages")
 def groups_keep_step(context: Context) -> Iterator[Finding]:
-    """Group estimators compare episodes from one initial state, so a group may not drift apart."""
+    """Group estimators compare episodes from one initial state, so the environments of a group stay in lockstep."""
     config = context.config
     algorithm = config.algorithm
     train = config.env.train
@@ -213,7 +213,7 @@ def waiting_may_pay(context: Context) -> Iterator[Finding]:
 
 @rule("env.reward_mode", "env.success_bonus")
 def sparse_reward_exists(context: Context) -> Iterator[Finding]:
-    """Sparse rewards are the success bonus."""
+    """Sparse rewards consist of the success bonus."""
     env = context.config.env
     if env.reward_mode == "sparse" and env.success_bonus == 0:
         yield Finding(
@@ -242,7 +242,7 @@ def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
 
 @rule("env.eval", "collect.seed", "collect.num_episodes")
 def seeds_are_apart(context: Context) -> Iterator[Finding]:
-    """Evaluation never sees an initial state that the policy was fine-tuned on; training draws its seeds at random."""
+    """Evaluations never use an initial state of the fine-tuning data; training samples its seeds at random."""
     config = context.config
     first = config.env.eval.seed
     last = config.env.eval.seed + config.env.eval.num_episodes - 1
@@ -256,7 +256,7 @@ def seeds_are_apart(context: Context) -> Iterator[Finding]:
             blamed,
             f"up to {MAX_ATTEMPTS_PER_EPISODE} attempts per episode use the seeds {start} to {start + count - 1}, which"
             f" overlap the evaluation's, {first} to {last}",
-            "keep the two ranges well apart, so that evaluation has initial states of its own",
+            "keep the two ranges well apart, so that evaluations use unseen initial states",
             f"0 to {below}, or far above" if below >= 0 else "far above",
             others=tuple(k for k in (key, "collect.num_episodes", "env.eval.seed") if k != blamed),
         )
@@ -264,15 +264,13 @@ def seeds_are_apart(context: Context) -> Iterator[Finding]:
 
 @rule("env.cameras", "model.model_type")
 def cameras_are_sound(context: Context) -> Iterator[Finding]:
-    """Cameras have different names, a field of view below pi, one size, and a direction if they have a position."""
+    """Cameras have unique names, a field of view below pi, one size, and a direction if they have a position."""
     cameras = context.config.env.cameras
     names = [camera.name for camera in cameras]
     for index, camera in enumerate(cameras):
         key = f"env.cameras.{index}"
         if camera.name in names[:index]:
-            yield Finding(
-                f"{key}.name", f"two cameras are called '{camera.name}'", "give each camera a name of its own"
-            )
+            yield Finding(f"{key}.name", f"two cameras are called '{camera.name}'", "give each camera a unique name")
         if camera.fov_rad is not None and camera.fov_rad >= math.pi:
             hint = f"it is in radians: {camera.fov_rad:g} degrees are {math.radians(camera.fov_rad):.3g}"
             yield Finding(
@@ -292,13 +290,13 @@ def cameras_are_sound(context: Context) -> Iterator[Finding]:
             yield Finding(
                 f"{key}.height",
                 f"{camera.height}x{camera.width} pixels, not {cameras[0].height}x{cameras[0].width} as the first",
-                "give all cameras one size; their pictures are one array",
+                "give all cameras one size; their images form one array",
             )
 
 
 @rule("env.video")
 def videos_have_even_sizes(context: Context) -> Iterator[Finding]:
-    """H.264 in the usual pixel format wants even sizes."""
+    """H.264 in the usual pixel format needs even sizes."""
     video = context.config.env.video
     for name, size in (("height", video.height), ("width", video.width)):
         if video.enabled and size % 2:
@@ -312,20 +310,20 @@ def videos_have_even_sizes(context: Context) -> Iterator[Finding]:
 
 @note("env.eval", "env.tasks")
 def tasks_have_equal_shares(context: Context) -> Iterator[Finding]:
-    """An even spread of episodes over tasks."""
+    """Episodes are spread evenly over tasks."""
     env = context.config.env
     (_, tasks) = evaluated_tasks(context.config)
     if env.eval.num_episodes > len(tasks) and env.eval.num_episodes % len(tasks):
         yield Finding(
             "env.eval.num_episodes",
-            f"{env.eval.num_episodes} episodes are not the same number for each of {len(tasks)} tasks",
+            f"{env.eval.num_episodes} episodes can't be spread evenly over {len(tasks)} tasks",
             f"{multiples(env.eval.num_episodes, len(tasks))} would be",
         )
 
 
 @note("env.num_processes", "cluster.hardware", "cluster.num_nodes")
 def processes_have_cores(context: Context) -> Iterator[Finding]:
-    """More processes than cores get in each other's way."""
+    """More processes than cores slow each other down."""
     cluster = context.config.cluster
     processes = context.config.env.num_processes
     cores = os.cpu_count() or 1
@@ -333,22 +331,22 @@ def processes_have_cores(context: Context) -> Iterator[Finding]:
         cores = cluster.hardware.num_cores * cluster.hardware.threads_per_core * cluster.num_nodes
     if processes > cores and context.by_user("env.num_processes"):
         yield Finding(
-            "env.num_processes", f"{processes} processes share {cores} cores", f"{cores} would be as fast, or faster"
+            "env.num_processes", f"{processes} processes share {cores} cores", f"{cores} would be at least as fast"
         )
 
 
 @note("env.video", "env.eval.num_episodes")
 def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
-    """No more episodes are filmed than there are."""
+    """No more episodes are recorded than evaluated."""
     env = context.config.env
     if context.by_user("env.video.num_episodes") and env.video.num_episodes > env.eval.num_episodes:
-        message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes exist to be filmed"
+        message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes can be recorded"
         yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")
 
 
 @note("env.train", "env.max_episode_steps")
 def rollouts_reach_the_step_limit(context: Context) -> Iterator[Finding]:
-    """Every rollout begins with fresh episodes, so in a shorter one only successes end."""
+    """Every rollout begins with new episodes, so in a rollout shorter than an episode only successes end."""
     env = context.config.env
     if env.train.max_steps_per_rollout_epoch < env.max_episode_steps:
         yield Finding(

@@ -1,4 +1,4 @@
-"""Evaluations in other environments than training: ``env.eval.tasks``, ``max_episode_steps`` and ``settings``."""
+"""Evaluation environments that differ from training: ``env.eval.tasks``, ``max_episode_steps`` and ``settings``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _DIRECT = ("tasks", "max_episode_steps")
 
 @rule("env.eval", "env.env_type", "env.tasks", "env.max_episode_steps", "model.num_action_chunks")
 def evaluations_can_be_played(context: Context) -> Iterator[Finding]:
-    """What evaluations have otherwise is as sound as what training has."""
+    """Settings that only evaluations use are as valid as the training settings."""
     config = context.config
     wrong = False
     for name in config.env.eval.settings:
         if name not in config.env.own_settings:
             wrong = True
             known = sorted(config.env.own_settings)
-            hint = "give settings that this simulator alone has; tasks and max_episode_steps are env.eval.tasks and ..."
+            hint = "give settings that only this simulator has; tasks and max_episode_steps are env.eval.tasks and ..."
             message = f"{config.env.env_type} has no setting '{name}' of its own"
             yield Finding(f"{SETTINGS}.{name}", message, hint, ", ".join(known), nearest(name, known), at=SETTINGS)
     if wrong:
@@ -36,7 +36,7 @@ def evaluations_can_be_played(context: Context) -> Iterator[Finding]:
     except ValidationError as error:
         for each in error.errors():
             name = ".".join(str(part) for part in each["loc"])
-            hint = "give a value that env has for it, too"
+            hint = "give a value that env accepts for it, too"
             yield Finding(f"{SETTINGS}.{name}", each["msg"].lower(), hint, at=SETTINGS)
         return
     if evaluated is not config:
@@ -65,7 +65,7 @@ def _as_played(context: Context, played: Context) -> Iterator[Finding]:
 
 
 def _decodings(spec: ModelSpec, engine: EngineSpec) -> tuple[str, ...]:
-    """Return the decodings that a family can have; its policy may have fewer."""
+    """Return the decodings that a family supports; its policy may support fewer."""
     if spec.only_acts:
         return ("greedy",)
     is_ordered = spec.kind in ("tokens", "") and engine.decodes_all
@@ -74,7 +74,7 @@ def _decodings(spec: ModelSpec, engine: EngineSpec) -> tuple[str, ...]:
 
 @rule("env.eval.decoding", "serve.decoding", "model.model_type", "rollout.backend")
 def decodings_exist(context: Context) -> Iterator[Finding]:
-    """The family can choose its actions in the way that is named."""
+    """The family supports the chosen decoding."""
     config = context.config
     family = context.config.model.model_type
     if family not in MODELS:
@@ -89,14 +89,14 @@ def decodings_exist(context: Context) -> Iterator[Finding]:
 
 @rule("env.eval", "env.tasks", "protocol")
 def evaluations_follow_what_is_given(context: Context) -> Iterator[Finding]:
-    """A verb that only evaluates, and a protocol, name what is evaluated by the settings of env themselves."""
+    """Evaluation-only verbs and protocols set what is evaluated with the env settings themselves."""
     env = context.config.env
     origin = context.origin("env.tasks")
     if context.verb == "eval" and env.eval.tasks not in (None, env.tasks) and origin.kind == "argument":
-        message = f"env.tasks is {', '.join(env.tasks)}, and evaluations have tasks of their own"
+        message = f"env.tasks is {', '.join(env.tasks)}, but evaluations have tasks of their own"
         hint = f"write env.eval.tasks=[{','.join(env.tasks)}] in place of env.tasks"
         yield Finding("env.eval.tasks", message, hint, "null, or the same tasks", others=("env.tasks",))
     for name in (*_DIRECT, "settings"):
         if context.config.protocol is not None and getattr(env.eval, name):
-            message = f"departs from protocol={context.config.protocol}, which sets what is evaluated"
+            message = f"departs from protocol={context.config.protocol}, which determines what is evaluated"
             yield Finding(f"env.eval.{name}", message, "leave it out, or the protocol", others=("protocol",))

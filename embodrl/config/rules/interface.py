@@ -1,4 +1,4 @@
-"""Whether policy and environment mean the same by actions and observations."""
+"""Agreement of policy and environment on the meaning of actions and observations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from embodrl.rule_set import Finding
 
 GRIPPERS: tuple[str, ...] = get_args(ModelConfig.model_fields["gripper"].annotation)
 KEYS = {"gripper": "model.gripper", "cameras": "env.cameras", "state": "env.include_state"}
-"""The setting that resolves a difference; nothing does with the others."""
+"""Setting that resolves a difference; nothing resolves the others."""
 
 
 def env_interface(context: Context) -> Interface | None:
-    """Return what the environment states."""
+    """Return the interface that the environment declares."""
     spec = context.simulator
     return None if spec is None or spec.interface is None else spec.interface(context.config.env)
 
 
 def policy_interface(context: Context) -> tuple[Interface | None, bool]:
-    """Return what the policy states, with its own gripper, and whether there are trained weights at all."""
+    """Return the interface that the policy declares, with its own gripper, and whether there are trained weights at
+    all.
+    """
     model = context.config.model
     family = context.family
     directory = policy_directory(model)
@@ -39,7 +41,7 @@ def policy_interface(context: Context) -> tuple[Interface | None, bool]:
 
 @rule("env", "model")
 def interfaces_agree(context: Context) -> Iterator[Finding]:
-    """What the policy's actions and observations mean is what they mean in the environment."""
+    """Actions and observations mean the same to the policy and the environment."""
     policy, _ = policy_interface(context)
     env = env_interface(context)
     if policy is None or env is None or context.resuming or context.verb in ("collect", "sft"):
@@ -61,9 +63,7 @@ def _hint(name: str, policy: Interface, wanted: object) -> str:
         return f"give env.cameras these names in this order: {_text(policy.cameras)}"
     if name == "state":
         return "choose the environment whose state it was trained with, or a policy that reads none"
-    return (
-        "no setting converts it: choose the environment that the policy was trained in, or fine-tune it (embodrl sft)"
-    )
+    return "no setting converts it: choose the environment of the policy's training, or fine-tune it (embodrl sft)"
 
 
 def _text(value: object) -> str:
@@ -72,14 +72,14 @@ def _text(value: object) -> str:
 
 @note("model.model_path", "env.env_type")
 def interface_is_stated(context: Context) -> Iterator[Finding]:
-    """A checkpoint of unknown data: nothing tells what its actions mean."""
+    """The training data of a checkpoint, and so the meaning of its actions, are known."""
     policy, trained = policy_interface(context)
     env = env_interface(context)
     if policy is None and trained and env is not None and context.config.model.model_path is not None:
         gripper = f", gripper {env.gripper}" if env.gripper else ""
         yield Finding(
             "model.model_path",
-            "what its actions mean is not stated, and so not compared with those of"
+            "the meaning of its actions is not stated, so it is not compared with"
             f" {context.config.env.env_type}: {env.action}, rotation {env.rotation}{gripper}",
-            "check them where the checkpoint was published",
+            "check it where the checkpoint was published",
         )

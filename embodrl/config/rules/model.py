@@ -1,4 +1,4 @@
-"""The policy: names, checkpoints, dimensions, and what it can take from the environment."""
+"""The policy: names, checkpoints, dimensions, and the inputs that it accepts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from embodrl.specs import BUILT_IN_STATISTICS, MODELS, ModelSpec, families_of
 
 CONFIG = "config.json"
 OF_A_POLICY = {"embodrl", "architectures", "action_dim"}
-"""Keys of a config.json that names no kind of model and may be of a policy all the same, such as an openpi one."""
+"""Keys of a config.json that names no model type and may still belong to a policy, e.g. an openpi one."""
 
 
 def _names(specs: Iterable[ModelSpec]) -> str:
@@ -33,17 +33,17 @@ def _names(specs: Iterable[ModelSpec]) -> str:
 
 @rule("model.model_type")
 def model_is_registered(context: Context) -> Iterator[Finding]:
-    """The model has a name in the registry."""
+    """The model's name is registered."""
     name = context.config.model.model_type
     if name not in MODELS:
         near = nearest(name, MODELS.names())
         hint = (
             f"write model.model_type={near}"
             if is_misspelt(name, near)
-            else "choose a known one, or name the module that registers it"
+            else "choose a known model, or name the module that registers yours"
         )
         near, hint = advice("model.model_type", name) or (near, hint)
-        yield Finding("model.model_type", f"there is no model '{name}'", hint, ", ".join(MODELS), near)
+        yield Finding("model.model_type", f"no model '{name}'", hint, ", ".join(MODELS), near)
 
 
 @rule("model.model_path")
@@ -55,13 +55,13 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
     allowed = "an existing directory, a hub id as OWNER/NAME[@REVISION], or null"
     weights = ("model.safetensors", "model.safetensors.index.json")
     if path_kind(f"{path}/{ADAPTER_CONFIG}") == "file" and not any(path_kind(f"{path}/{name}") for name in weights):
-        message = f"'{path}' holds adapters, and not the weights that they change"
+        message = f"'{path}' holds adapters, not the weights that they modify"
         hint = f"set model.lora_path={path}, and model.model_path to the base model that {ADAPTER_CONFIG} names"
         yield Finding("model.model_path", message, hint, allowed)
     elif path_kind(f"{path}/config.json") == "file":
         return
     elif path_kind(path) == "directory":
-        message = f"'{path}' holds no config.json"
+        message = f"'{path}' has no config.json"
         hint = "give the directory that holds config.json and *.safetensors"
         family = context.family
         if family is not None and family.missing_config and path_kind(f"{path}/model.safetensors") == "file":
@@ -72,14 +72,14 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
         hint = "give the directory that holds config.json and *.safetensors"
         yield Finding("model.model_path", message, hint, allowed)
     elif (name := parse(path)) is None or name.is_dataset:
-        message = f"there is no directory '{path}'"
+        message = f"no directory '{path}'"
         hint = "give the directory of the checkpoint, or OWNER/NAME of the hub"
         yield Finding("model.model_path", message, hint, allowed)
 
 
 @rule("model.model_type", "model.model_path", "model.warm_start")
 def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
-    """The config.json of the policy is of the chosen family."""
+    """The policy's config.json belongs to the chosen family."""
     model = context.config.model
     key, path = ("warm_start", model.warm_start) if model.model_path is None else ("model_path", model.model_path)
     family = context.family
@@ -88,13 +88,13 @@ def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
         return
     file = Path(path).expanduser() / CONFIG
     others = ("model.model_type",)
-    hint = "give the directory of a policy of this family, whose config.json says so"
+    hint = "give a policy directory whose config.json names this family"
     try:
         raw = read_fields(file).content
     except EmbodrlError as error:
         yield Finding(f"model.{key}", error.message, hint, others=others)
         return
-    if not raw or family.recognizes(raw):  # an empty one says nothing, and is refused by whoever reads its sizes
+    if not raw or family.recognizes(raw):  # an empty one says nothing; readers of its sizes refuse it
         return
     found = families_of(raw)
     kind = next((text for name in ("model_type", "type") if isinstance(text := raw.get(name), str)), "")
@@ -103,26 +103,26 @@ def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
         message = f"{file} is of a {are} model, not {family.name}"
         yield Finding(f"model.{key}", message, f"set model.model_type={are}", nearest=found[0], others=others)
     elif kind or not raw.keys() & OF_A_POLICY:
-        message = f"{file} is of " + (f"a '{kind}' model, not {family.name}" if kind else "no model that is known")
+        message = f"{file} is of " + (f"a '{kind}' model, not {family.name}" if kind else "no known model")
         yield Finding(f"model.{key}", message, hint, others=others)
 
 
 @rule("model.lora_path", "model.model_path", "model.warm_start")
 def adapters_exist(context: Context) -> Iterator[Finding]:
-    """Adapters are a local directory in peft's layout, or a hub id, and have weights to be added to."""
+    """Adapters are a local directory in peft's layout, or a hub id, and have base weights."""
     model = context.config.model
     path = model.lora_path
     if path is None:
         return
     if model.model_path is None and model.warm_start is None:
-        message = "adapters are added to weights, and neither model.model_path nor model.warm_start names any"
+        message = "adapters need base weights, but neither model.model_path nor model.warm_start names any"
         yield Finding(
             "model.lora_path", message, "set model.model_path to their base model", others=("model.model_path",)
         )
     found = path_kind(path)
     hub = parse(path)
     if path_kind(f"{path}/{ADAPTER_CONFIG}") != "file" and (found or not hub):
-        wrong = f"'{path}' holds no {ADAPTER_CONFIG}" if found else f"there is no directory '{path}'"
+        wrong = f"'{path}' holds no {ADAPTER_CONFIG}" if found else f"no directory '{path}'"
         hint = f"give the directory that holds {ADAPTER_CONFIG} and adapter_model.safetensors"
         nested = f"{path}/lora_adapter"  # where OpenVLA-OFT's fine-tuning writes it
         if path_kind(f"{nested}/{ADAPTER_CONFIG}") == "file":
@@ -148,13 +148,13 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
             Path(model.warm_start).parent.name == "checkpoints" or path_kind(f"{model.warm_start}/config.yaml")
         ):
             hint = f"write it to a directory first: embodrl export {model.warm_start} outputs/my-policy"
-        message = f"'{model.warm_start}' holds no policy" if found else f"there is no directory '{model.warm_start}'"
+        message = f"'{model.warm_start}' holds no policy" if found else f"no directory '{model.warm_start}'"
         yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
 
 
 @rule("model.random_weights", "model.model_path", "model.warm_start")
 def policy_has_weights(context: Context) -> Iterator[Finding]:
-    """What is evaluated or served was trained by somebody, or is random on purpose."""
+    """Evaluated or served policies are trained, or random on purpose."""
     model = context.config.model
     if context.verb not in ("eval", "serve") or context.resuming or model.random_weights:
         return
@@ -168,21 +168,21 @@ def policy_has_weights(context: Context) -> Iterator[Finding]:
 
 @rule("model.unnorm_key", "model.model_path", "model.warm_start")
 def statistics_have_weights(context: Context) -> Iterator[Finding]:
-    """Statistics of a robot come with a checkpoint: random weights have none by that name."""
+    """Robot statistics come with a checkpoint; random weights have none under that name."""
     model = context.config.model
     random = model.model_path is None and model.warm_start is None and model.stats_path is None
     if not random or model.unnorm_key in (None, *BUILT_IN_STATISTICS) or context.resuming:
         return
     reported = context.verb in ("eval", "serve") and not model.random_weights  # see policy_has_weights
     if not reported and context.verb in ("train", "eval", "record", "serve"):  # `sft` computes them
-        message = f"the model has random weights, and no statistics '{model.unnorm_key}'"
-        hint = "set model.model_path to the checkpoint that they are of, or model.stats_path to a file of them"
+        message = f"the model has random weights and no statistics '{model.unnorm_key}'"
+        hint = "set model.model_path to their checkpoint, or model.stats_path to a statistics file"
         yield Finding("model.model_path", message, hint, "a directory, or OWNER/NAME", others=("model.unnorm_key",))
 
 
 @rule("model.model_type", "env.cameras")
 def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
-    """The model takes so many pictures and no more."""
+    """The model takes a fixed number of images."""
     count = len(context.config.env.cameras)
     most = context.family.max_cameras if context.family is not None else None
     if most is not None and count > most:
@@ -198,7 +198,7 @@ def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
 
 @rule("model.model_type", "algorithm.sampling.top_k")
 def top_k_fits_the_bins(context: Context) -> Iterator[Finding]:
-    """No more bins can be kept than there are."""
+    """top_k is at most the number of bins."""
     top_k = context.config.algorithm.sampling.top_k
     bins = context.family.num_bins if context.family else None
     if bins is not None and top_k > bins:
@@ -220,7 +220,7 @@ def _gradients(context: Context, key: str) -> Iterator[Finding]:
         yield Finding(
             "model.model_type",
             f"a policy {where} has no gradients here: it can't be trained or fine-tuned",
-            "use it with `embodrl eval`; `embodrl list models` shows the families that embodrl trains",
+            "use it with `embodrl eval`; `embodrl list models` shows the trainable families",
             "a family of embodrl",
             others=(key,),
         )
@@ -228,19 +228,19 @@ def _gradients(context: Context, key: str) -> Iterator[Finding]:
 
 @rule("model.model_type", "algorithm.loss_type")
 def trained_model_has_gradients(context: Context) -> Iterator[Finding]:
-    """A policy whose network is elsewhere has no gradients here to train it with."""
+    """Training needs gradients, which a remote policy lacks."""
     yield from _gradients(context, "algorithm.loss_type")
 
 
 @rule("model.model_type", "sft.max_steps")
 def fine_tuned_model_has_gradients(context: Context) -> Iterator[Finding]:
-    """Nor to fine-tune it with."""
+    """Fine-tuning needs gradients, which a remote policy lacks."""
     yield from _gradients(context, "sft.max_steps")
 
 
 @rule("model.value_head.hidden_sizes", "model.add_value_head")
 def value_head_has_layers(context: Context) -> Iterator[Finding]:
-    """The value head is an MLP."""
+    """The value head is an MLP with hidden layers."""
     model = context.config.model
     if model.add_value_head and not model.value_head.hidden_sizes:
         hint = "set it to [512,128]"
@@ -254,7 +254,7 @@ def value_head_has_layers(context: Context) -> Iterator[Finding]:
 
 @rule("model.model_type", "model.value_head.input")
 def value_input_exists(context: Context) -> Iterator[Finding]:
-    """A family offers some inputs to the value head."""
+    """The family supports the chosen input of the value head."""
     model = context.config.model
     offered = context.family.value_inputs if context.family is not None else None
     chosen = model.value_head.input
@@ -304,25 +304,25 @@ def state_is_seen(context: Context) -> Iterator[Finding]:
         and context.family is not None
         and context.family.uses_state is False
     ):
-        message = f"has no effect: {context.config.model.model_type} sees the camera and the instruction only"
+        message = f"has no effect: {context.config.model.model_type} sees only the camera and the instruction"
         yield Finding("env.include_state", message, "leave it out")
 
 
 @note("model.model_type", "model.model_path", "env.include_state")
 def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
-    """A public checkpoint of a family that reads the robot's state was trained with it."""
+    """Public checkpoints of families that read the robot's state were trained with it."""
     config = context.config
     family = context.family
     reads = family is not None and family.uses_state is True
     if config.model.model_path is not None and reads and not config.env.include_state:
-        message = f"{config.model.model_type} reads the robot's state, and gets none: env.include_state is false"
+        message = f"{config.model.model_type} reads the robot's state, but env.include_state is false"
         yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
 
 
 @note("model.model_type", "model.model_path", "model.warm_start", "model.num_action_chunks", "env")
 def policy_was_trained_for_this(context: Context) -> Iterator[Finding]:
-    """A policy rarely solves a task, or sees through a camera, that it was not trained for."""
-    if context.resuming or context.collecting:  # the weights come from a checkpoint; an expert acts
+    """A policy rarely solves a task, or handles a camera, that it was not trained for."""
+    if context.resuming or context.collecting:  # the weights come from a checkpoint, or an expert acts
         return
     directory = policy_directory(context.config.model)
     card = None if directory is None else read_card(directory)
@@ -332,10 +332,10 @@ def policy_was_trained_for_this(context: Context) -> Iterator[Finding]:
     tasks = ", ".join(card.get("tasks", []))
     for at, difference in card_differences(card, context.config):
         if at.startswith("env.cameras"):
-            yield Finding(key, difference, "use the camera that it was trained with", others=(at,))
+            yield Finding(key, difference, "use the training camera", others=(at,))
         elif at == "model.condition":
             yield Finding(at, difference, f"set model.condition={card['condition']}", others=(key,))
         else:
-            hint = "train it on this task first (embodrl collect, then sft), or choose what it knows:"
+            hint = "train it on this task first (embodrl collect, then sft), or choose what it was trained on:"
             hint += f" {card.get('env_type')} tasks {tasks}"
             yield Finding(key, f"{difference}: expect a success rate near 0", hint, others=(at,))

@@ -1,4 +1,4 @@
-"""Algorithms that learn from a replay buffer: what they work with, and what their settings say together."""
+"""Algorithms that learn from a replay buffer: their requirements, and the consistency of their settings."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from embodrl.rule_set import Finding
 from embodrl.specs import LOSSES, MODELS
 
 SECTION = "algorithm.off_policy"
-# What such an algorithm needs of other sections, and why.
+# Requirements of these algorithms on other sections, with reasons.
 NEEDS: tuple[tuple[str, object, str], ...] = (
     ("actor.precision", "fp32", "critics are trained in float32"),
     ("rollout.precision", "fp32", "the actor is trained in float32"),
-    ("actor.param_dtype", "fp32", "targets move by less than half precision can hold"),
-    ("rollout.backend", "native", "the actor's samples are re-parameterised"),
+    ("actor.param_dtype", "fp32", "targets move by less than half precision can represent"),
+    ("rollout.backend", "native", "the actor's samples are reparameterised"),
     ("rollout.own_process", None, "the replay buffer is in the process that trains"),
-    ("rollout.workflow", None, "a workflow does not keep the last observation of an episode"),
+    ("rollout.workflow", None, "workflows do not keep the last observation of an episode"),
     ("runner.max_staleness", 0, "rollouts that run ahead are not stored yet"),
     ("algorithm.kl.coef", 0, "the loss has no reference"),
     ("algorithm.filter.enabled", False, "there are no groups to drop"),
     ("algorithm.decoupled.enabled", False, "the loss has no ratios"),
     ("algorithm.recompute_logprobs", "auto", "the loss has no ratios"),
-    ("model.freeze_vision", False, "what is frozen need not be replayed as pictures, which is not built yet"),
-    ("model.trainable", "all", "actor and encoder are trained as a whole"),
+    ("model.freeze_vision", False, "replaying frozen vision features is not supported yet"),
+    ("model.trainable", "all", "actor and encoder are trained together"),
 )
 
 CRITICS_ONLY = {"actor.precision", "rollout.precision", "actor.param_dtype", "model.freeze_vision", "model.trainable"}
-"""Of these, what an algorithm that imitates labels can do without."""
+"""Settings that an algorithm that imitates labels does not need."""
 
 
 @rule("algorithm.adv_type", "algorithm.loss_type")
 def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
-    """A loss on a replay buffer has no advantages, any other has."""
+    """A loss on a replay buffer uses no advantages, any other does."""
     algorithm = context.config.algorithm
     if context.loss.learns_from_records and not context.estimator.off_policy:
         message = f"loss_type '{algorithm.loss_type}' uses no advantages"
@@ -47,13 +47,13 @@ def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.loss_type", "model.model_type", "model.small_actor.kind")
 def actor_can_be_differentiated(context: Context) -> Iterator[Finding]:
-    """The actor climbs Q through its own actions."""
+    """The actor maximises Q through its own actions."""
     family = context.family
     if context.config.model.small_actor.kind is not None:
         return
     if context.loss.off_policy and not context.loss.imitates and family is not None and not family.off_policy:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.off_policy)
-        message = f"loss_type '{context.config.algorithm.loss_type}' needs re-parameterised actions, which"
+        message = f"loss_type '{context.config.algorithm.loss_type}' needs reparameterised actions, which"
         message += f" {family.name} does not have"
         hint = "put a small actor on it: algorithm=residual, or of flow policies dsrl; or choose model=mlp or model=cnn"
         yield Finding("model.model_type", message, hint, able, others=("algorithm.loss_type",))
@@ -61,7 +61,7 @@ def actor_can_be_differentiated(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm", "actor", "rollout", "model", "runner.max_staleness", "cluster")
 def off_policy_has_what_it_needs(context: Context) -> Iterator[Finding]:
-    """Nothing is set that such an algorithm would have to ignore."""
+    """No setting is used that such an algorithm would have to ignore."""
     if not context.loss.off_policy:
         return
     others = ("algorithm.loss_type",)
@@ -72,14 +72,14 @@ def off_policy_has_what_it_needs(context: Context) -> Iterator[Finding]:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"off-policy {reason}", f"set it to {shown}", shown, others=others)
     if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
-        message = "off-policy algorithms gather and store in the main process"
+        message = "off-policy algorithms roll out and store in the main process"
         hint = "leave the placement of rollout at its default, and cluster.launcher=process"
         yield Finding("cluster.component_placement", message, hint, others=others)
 
 
 @rule("algorithm.off_policy", "algorithm.loss_type")
 def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
-    """The subset is one of the critics, there is a share of demonstrations where there are some, and room to store."""
+    """The critic subset, the demonstration fraction and the buffer size are consistent."""
     settings = context.config.algorithm.off_policy
     if settings.subset > settings.num_q:
         message = f"a subset of {settings.subset} of {settings.num_q} critics"
@@ -91,23 +91,23 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
         return
     fraction = f"{SECTION}.demo_fraction"
     if settings.demo_fraction and settings.demos is None:
-        message = f"{settings.demo_fraction:.0%} of each batch are to be demonstrations, and none are named"
+        message = f"{settings.demo_fraction:.0%} of each batch are to be demonstrations, but none are named"
         hint = f"set {SECTION}.demos to a directory of `embodrl collect`, or {fraction}=0 (algorithm=sac)"
         yield Finding(f"{SECTION}.demos", message, hint, "a directory", others=(fraction,))
     elif settings.demos is not None and not settings.demo_fraction:
-        message = "demonstrations are named, and no part of a batch is from them"
+        message = "demonstrations are named, but no batch uses them"
         yield Finding(fraction, message, "set it to 0.5", "above 0, below 1", others=(f"{SECTION}.demos",))
     if settings.demo_fraction == 1:
-        message = "nothing that the policy does would be learned from"
+        message = "nothing would be learned from the policy's own experience"
         yield Finding(fraction, message, "set it to 0.5", "0 to below 1")
     if settings.demos not in (None, *context.made_before) and path_kind(settings.demos) != "directory":
-        message = f"there is no directory '{settings.demos}'"
+        message = f"no directory '{settings.demos}'"
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
 @rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type")
 def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
-    """What is imitated in addition to another loss is named and there."""
+    """Demonstrations for an additional imitation loss are named and exist."""
     algorithm = context.config.algorithm
     demos = f"{SECTION}.demos"
     if not algorithm.bc_coef:
@@ -115,22 +115,22 @@ def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
     source = algorithm.off_policy.demos
     others = ("algorithm.bc_coef",)
     if context.loss.offline or context.loss.imitates:
-        message = f"loss_type '{algorithm.loss_type}' imitates as it is"
+        message = f"loss_type '{algorithm.loss_type}' already imitates"
         yield Finding("algorithm.bc_coef", message, "set it to 0", "0", others=("algorithm.loss_type",))
     elif source is None:
         message = "there are no demonstrations to imitate"
         hint = f"set {demos} to a directory of `embodrl collect`, or algorithm.bc_coef=0"
         yield Finding("algorithm.bc_coef", message, hint, "0", others=(demos,))
     elif context.loss.off_policy or source in context.made_before:
-        return  # off-policy, they are in a buffer, with rules of its own
+        return  # off-policy, they are in a buffer, which has its own rules
     elif path_kind(source) != "directory":
         hint = "make it: embodrl collect collect.output_dir=..."
-        yield Finding(demos, f"there is no directory '{source}'", hint, "a directory", others=others)
+        yield Finding(demos, f"no directory '{source}'", hint, "a directory", others=others)
 
 
 @rule("algorithm.off_policy", "env.train", "model.num_action_chunks", "algorithm.rollout_epoch")
 def replay_holds_a_rollout(context: Context) -> Iterator[Finding]:
-    """A rollout, with a last observation for each chunk at worst, has room."""
+    """The buffer has room for a rollout, with a last observation for each chunk in the worst case."""
     config = context.config
     if not context.loss.off_policy:
         return
@@ -148,27 +148,27 @@ def replay_holds_a_rollout(context: Context) -> Iterator[Finding]:
 
 @rule("algorithm.loss_type", "algorithm.off_policy", "env.train", "model.num_action_chunks")
 def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
-    """DAgger and interventions have an expert, who is asked before every action."""
+    """DAgger and interventions have an expert, which is queried before every action."""
     config = context.config
     intervenes = config.algorithm.off_policy.interventions and config.algorithm.loss_type == "sac"
     others = (f"{SECTION}.interventions" if intervenes else "algorithm.loss_type",)
     if not (context.loss.imitates or intervenes):
         return
     if config.model.num_action_chunks != 1:
-        message = f"the expert is asked once per policy step, which is a chunk of {config.model.num_action_chunks}"
+        message = f"the expert is queried once per policy step, which is a chunk of {config.model.num_action_chunks}"
         yield Finding("model.num_action_chunks", f"{message} actions", "set it to 1", "1", others=others)
     if not config.env.train.auto_reset:
-        message = "the expert would label what no episode sees any more"
+        message = "the expert would label states that no episode reaches any more"
         yield Finding("env.train.auto_reset", message, "set it to true", "true", others=others)
     if context.loss.imitates and config.algorithm.off_policy.demos is not None:
-        message = "demonstrations are not added to the expert's labels yet"
+        message = "demonstrations can't be combined with the expert's labels yet"
         hint = "set it to null: with algorithm.dagger.beta=1 the first rollout is the expert's"
         yield Finding(f"{SECTION}.demos", message, hint, "null", others=others)
 
 
 @rule("algorithm.off_policy", "algorithm.dagger", "algorithm.loss_type", "model.small_actor.kind")
 def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
-    """Who takes control has a rule for it, and what it does serves SAC's critics and actor as demonstrations do."""
+    """Interventions have a gating rule, and serve SAC's critics and actor as demonstrations."""
     algorithm = context.config.algorithm
     key = f"{SECTION}.interventions"
     if not algorithm.off_policy.interventions:
@@ -179,7 +179,7 @@ def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
         yield Finding(key, message, hint, "false", others=("algorithm.loss_type",))
         return
     if not algorithm.off_policy.demo_fraction:
-        message = "what the expert does would not be drawn: no part of a batch is from demonstrations"
+        message = "the expert's actions would not be sampled: no batch uses demonstrations"
         yield Finding(f"{SECTION}.demo_fraction", message, "set it to 0.5", "above 0, below 1", others=(key,))
     if algorithm.off_policy.intervention_device is None and algorithm.dagger.gate_threshold is None:
         message = "nothing says when the expert takes control"
@@ -189,7 +189,7 @@ def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
 
 @note("algorithm.off_policy", "algorithm.dagger", "algorithm.loss_type")
 def imitation_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings of critics, where there are none, and of an expert that does not act."""
+    """Settings of critics without critics, and of an expert that does not act."""
     loss = context.loss
     intervenes = context.config.algorithm.off_policy.interventions
     if not loss.imitates and not intervenes:

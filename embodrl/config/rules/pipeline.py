@@ -1,4 +1,4 @@
-"""Which graph an iteration walks; whether it can run is a rule of ``embodrl.pipelines``."""
+"""The graph of an iteration; whether it can run is a rule of ``embodrl.pipelines``."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from embodrl.specs import PIPELINES
 
 @rule("pipeline")
 def name_or_function(context: Context) -> Iterator[Finding]:
-    """A built-in pipeline and a custom one exclude each other."""
+    """A built-in and a custom pipeline exclude each other."""
     pipeline = context.config.pipeline
     if pipeline.name is not None and pipeline.fn is not None:
         message = f"'{pipeline.fn}' and the built-in pipeline '{pipeline.name}' exclude each other"
-        yield Finding("pipeline.fn", message, "leave one of the two out", "null", others=("pipeline.name",))
+        yield Finding("pipeline.fn", message, "remove one of them", "null", others=("pipeline.name",))
 
 
 @rule("pipeline.name")
 def pipeline_is_registered(context: Context) -> Iterator[Finding]:
-    """The pipeline's name is in the registry."""
+    """The pipeline's name is registered."""
     name = context.config.pipeline.name
     if name is not None and name not in PIPELINES:
         near = nearest(name, PIPELINES.names())
         hint = f"write pipeline={near}" if is_misspelt(name, near) else "see `embodrl list pipelines`"
         near, hint = of_algorithm(name) or (near, hint)
-        yield Finding("pipeline.name", f"there is no pipeline '{name}'", hint, ", ".join(PIPELINES), near)
+        yield Finding("pipeline.name", f"no pipeline '{name}'", hint, ", ".join(PIPELINES), near)

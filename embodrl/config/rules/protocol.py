@@ -1,4 +1,4 @@
-"""Evaluations: the protocol and the axes exist and fit the environment; what differs from a protocol is reported."""
+"""Evaluations: protocol and axes exist and fit the environment, and deviations from a protocol are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from embodrl.specs import ENVS, PROTOCOLS
 
 @rule("protocol", "env.env_type")
 def protocol_is_of_the_environment(context: Context) -> Iterator[Finding]:
-    """The protocol has a name in the registry, and is about the environment."""
+    """The protocol is registered, and is defined for the environment."""
     name = context.config.protocol
     env_type = context.config.env.env_type
     if name is None:
@@ -21,7 +21,7 @@ def protocol_is_of_the_environment(context: Context) -> Iterator[Finding]:
     if name not in PROTOCOLS:
         near = nearest(name, PROTOCOLS.names())
         hint = f"write protocol={near}" if is_misspelt(name, near) else "see `embodrl list protocols`"
-        yield Finding("protocol", f"there is no protocol '{name}'", hint, ", ".join(PROTOCOLS), near)
+        yield Finding("protocol", f"no protocol '{name}'", hint, ", ".join(PROTOCOLS), near)
     elif PROTOCOLS.entry(name).env_type != env_type:
         wanted = PROTOCOLS.entry(name).env_type
         message = f"'{name}' is an evaluation in {wanted}, not in {env_type}"
@@ -30,7 +30,7 @@ def protocol_is_of_the_environment(context: Context) -> Iterator[Finding]:
 
 @note("protocol", "env", "model")
 def protocol_holds(context: Context) -> Iterator[Finding]:
-    """What differs from the protocol that is named."""
+    """Deviations from the chosen protocol."""
     config = context.config
     name = context.config.protocol
     if name is None or name not in PROTOCOLS or PROTOCOLS.entry(name).env_type != config.env.env_type:
@@ -40,7 +40,7 @@ def protocol_holds(context: Context) -> Iterator[Finding]:
     assert report is not None
     for key, value in report["changed"].items():
         message = f"is {value}, and protocol={name} has {report['settings'][key]}"
-        yield Finding(key, message, "leave it out to follow the protocol", others=("protocol",))
+        yield Finding(key, message, "remove it to follow the protocol", others=("protocol",))
     if not report["covers_model"]:
         message = f"'{name}' says nothing of {config.model.model_type}: crop, filter, gripper and chunk are the model's"
         yield Finding("protocol", message, f"it is about {', '.join(spec.models)}", others=("model.model_type",))
@@ -50,7 +50,7 @@ def protocol_holds(context: Context) -> Iterator[Finding]:
 
 @rule("axes", "env.env_type", "env.tasks", "env.eval.tasks")
 def axes_are_of_the_environment(context: Context) -> Iterator[Finding]:
-    """The simulator has the axes, for all of the tasks that are evaluated."""
+    """The simulator supports the axes for all evaluated tasks."""
     env = context.config.env
     wanted = context.config.axes
     if wanted is None or env.env_type not in ENVS:
@@ -61,7 +61,7 @@ def axes_are_of_the_environment(context: Context) -> Iterator[Finding]:
     if not there_are:
         others = [each.name for each in ENVS.all() if each.axes]
         hint = f"leave it out; {', '.join(others)} have some"
-        yield Finding("axes", f"{env.env_type} has no perturbed episodes", hint, others=("env.env_type",))
+        yield Finding("axes", f"{env.env_type} does not support perturbed episodes", hint, others=("env.env_type",))
         return
     for name in context.config.chosen_axes if wanted != "all" else ():
         if name not in there_are:

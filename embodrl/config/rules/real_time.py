@@ -13,17 +13,17 @@ from embodrl.rule_set import Finding
 
 @rule("env.real_time", "env.num_processes", "env.train.total_num_envs", "algorithm.off_policy")
 def robot_acts_alone(context: Context) -> Iterator[Finding]:
-    """One clock has one environment; what trains does not hold it up."""
+    """A clock drives a single environment, and training does not delay it."""
     env = context.config.env
     if env.real_time.control_hz is None:
         return
-    # Where a person corrects the policy, the robot stands still between two rollouts, as the person does.
+    # With a person who corrects the policy, the robot stands still between rollouts anyway.
     corrected = context.config.algorithm.off_policy.intervention_device is not None
     if context.verb in ("train", "plan") and not corrected:
         yield Finding(
             "env.real_time.control_hz",
-            "`embodrl train` would let the robot wait while the policy is updated",
-            "collect and train in processes of their own, `embodrl store collect` and `embodrl store train`: see"
+            "`embodrl train` would make the robot wait during policy updates",
+            "collect and train in separate processes, `embodrl store collect` and `embodrl store train`: see"
             " docs/robots.md; or set it to null",
             "null",
             code="robot-would-wait",
@@ -33,26 +33,28 @@ def robot_acts_alone(context: Context) -> Iterator[Finding]:
         ("env.train.total_num_envs", env.train.total_num_envs),
     ):
         if count != 1:
-            hint = "set it to 1; several robots are several `embodrl store collect`, each with its store.collector"
+            hint = (
+                "set it to 1; for several robots run several `embodrl store collect`, each with its own store.collector"
+            )
             message = f"{count} can't share the one clock of env.real_time"
             yield Finding(key, message, hint, "1", others=("env.real_time.control_hz",), code="robot-not-alone")
 
 
 def person_can_correct(context: Context, key: str, name: str) -> Iterator[Finding]:
-    """A person at the keyboard or a space mouse, which ``key`` names, sees the clock and can stop the robot."""
+    """A person at the keyboard or space mouse named by ``key`` needs a clock, and a way to stop the robot."""
     real_time = context.config.env.real_time
     if real_time.control_hz is None:
-        message = f"a person at the {name} can't correct what has no clock"
+        message = f"a person at the {name} can't correct a policy without a clock"
         yield Finding(key, message, "set env.real_time.control_hz", others=("env.real_time.control_hz",))
     elif real_time.control_dir is None:
-        message = "is not set, so that the keys and buttons for pause and emergency stop would do nothing"
+        message = "is not set, so the keys and buttons for pause and emergency stop would have no effect"
         hint = "set it, e.g. to outputs/robot"
         yield Finding("env.real_time.control_dir", message, hint, "a directory", others=(key,))
 
 
 @rule("algorithm.off_policy", "env.real_time")
 def device_of_interventions_is_there(context: Context) -> Iterator[Finding]:
-    """What a person corrects the policy with is a device of embodrl, or a function that makes one."""
+    """The intervention device is one of embodrl's, or a function that makes one."""
     key = "algorithm.off_policy.intervention_device"
     off_policy = context.config.algorithm.off_policy
     name = off_policy.intervention_device
@@ -62,7 +64,7 @@ def device_of_interventions_is_there(context: Context) -> Iterator[Finding]:
         yield from person_can_correct(context, key, name)
         return
     if context.config.env.train.total_num_envs != 1:
-        message = "a person corrects one environment"
+        message = "a person can correct only one environment"
         yield Finding("env.train.total_num_envs", message, "set it to 1", "1", others=(key,))
     allowed = f"{', '.join(DEVICES)}, module:function, null"
     try:
@@ -73,17 +75,17 @@ def device_of_interventions_is_there(context: Context) -> Iterator[Finding]:
 
 @rule("env.real_time", "env.remote")
 def clock_is_here(context: Context) -> Iterator[Finding]:
-    """A connection to another machine is part of no period."""
+    """Real-time control does not run over a connection to another machine."""
     env = context.config.env
     if env.real_time.control_hz is not None and env.remote:
-        message = "simulators of an env server have no clock yet"
-        hint = "set it to null, or run the collector on that machine"
+        message = "env servers do not support a clock yet"
+        hint = "set it to null, or run the collector on the server's machine"
         yield Finding("env.real_time.control_hz", message, hint, "null", others=("env.remote",))
 
 
 @rule("env.real_time", "env.eval.total_num_envs")
 def robot_is_evaluated_alone(context: Context) -> Iterator[Finding]:
-    """The same of evaluations."""
+    """A clock drives a single environment in evaluations, too."""
     env = context.config.env
     if env.real_time.control_hz is not None and env.eval.total_num_envs != 1:
         key = "env.eval.total_num_envs"
@@ -94,40 +96,40 @@ def robot_is_evaluated_alone(context: Context) -> Iterator[Finding]:
 
 @rule("env.real_time", "model.action_dim")
 def limits_fit_the_actions(context: Context) -> Iterator[Finding]:
-    """Limits are one number, or one for each dimension, and in order."""
+    """Limits have one number, or one per dimension, and are ordered."""
     safety = context.config.env.real_time.safety
     wanted = context.config.model.action_dim
     for name in ("low", "high", "max_step", "max_velocity"):
         values = getattr(safety, name)
         if values is not None and len(values) not in (1, wanted):
-            message = f"has {len(values)} numbers, and an action {wanted}"
+            message = f"has {len(values)} numbers, but an action {wanted}"
             hint = f"give 1 or {wanted}"
             yield Finding(f"env.real_time.safety.{name}", message, hint, hint, others=("model.action_dim",))
             return
     low, high = ((v if len(v) > 1 else v * wanted) if v else None for v in (safety.low, safety.high))
     if low and high and any(lowest >= highest for lowest, highest in zip(low, high, strict=True)):
-        message = "a lowest command is not below the highest one"
+        message = "a lowest command is not below the highest command"
         yield Finding("env.real_time.safety.low", message, "exchange them", others=("env.real_time.safety.high",))
 
 
 @rule("env.real_time")
 def person_can_be_heard(context: Context) -> Iterator[Finding]:
-    """A person says things through a directory, and takes longer than a simulator."""
+    """A person signals through a directory, and takes longer than a simulator."""
     real_time = context.config.env.real_time
     if real_time.wait_for_person and real_time.control_dir is None:
-        message = "a person has no way to say that the scene is ready"
-        hint = "set env.real_time.control_dir, in which DIR/ready says so"
+        message = "a person has no way to signal that the scene is ready"
+        hint = "set env.real_time.control_dir, where DIR/ready is the signal"
         yield Finding("env.real_time.wait_for_person", message, hint, "false", others=("env.real_time.control_dir",))
 
 
 @rule("env.real_time", "env.reset_timeout_s", "env.step_timeout_s")
 def person_has_time(context: Context) -> Iterator[Finding]:
-    """Waiting for a person is not taken for a simulator that hangs."""
+    """Waiting for a person does not count as a hung simulator."""
     env = context.config.env
     least = 600
     if env.real_time.control_hz is None or env.real_time.control_dir is None:
         return
     for key, limit in (("env.reset_timeout_s", env.reset_timeout_s), ("env.step_timeout_s", env.step_timeout_s)):
         if limit < least:
-            message = f"after {limit:g} s a robot that waits for a person would be taken for a hung simulator"
+            message = f"after {limit:g} s a robot waiting for a person would count as a hung simulator"
             yield Finding(key, message, "set it to 3600", f"at least {least}", others=("env.real_time.control_dir",))

@@ -1,4 +1,4 @@
-"""Rollouts: workflows, and their backends."""
+"""Rollouts: workflows and backends."""
 
 from __future__ import annotations
 
@@ -16,35 +16,38 @@ NATIVE = "set rollout.backend=native"
 
 @rule(KEY)
 def workflow_exists(context: Context) -> Iterator[Finding]:
-    """The workflow can be imported and made."""
+    """The workflow can be imported and constructed."""
     path = context.config.rollout.workflow
     if path is not None:
         try:
             import_workflow(path)
         except EmbodrlError as error:
-            hint = error.hint or "put its directory on PYTHONPATH, or correct the name"
+            hint = error.hint or "put the module's directory on PYTHONPATH, or correct the name"
             yield Finding(KEY, error.message, hint, "module:Class, or null")
 
 
 @rule(KEY, "env.train.auto_reset", "rollout.pipeline_stages", "runner.max_staleness")
 def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
-    """A workflow begins and ends episodes itself, each in an environment that waits for it."""
+    """A workflow starts and ends episodes itself, each in a waiting environment."""
     config = context.config
     if config.rollout.workflow is None:
         return
     if config.env.train.auto_reset:
-        message = "a workflow begins episodes itself, but the environments would begin the next ones on their own"
+        message = "a workflow starts episodes itself, but the environments would start the next ones on their own"
         yield Finding("env.train.auto_reset", message, "set env.train.auto_reset=false", "false", others=(KEY,))
     if config.rollout.pipeline_stages > 1 and config.runner.max_staleness == 0:
-        message = f"{config.rollout.pipeline_stages} stages have no effect on the episodes of a workflow in turns"
+        message = f"{config.rollout.pipeline_stages} stages have no effect on workflow episodes without staleness"
         hint = "set rollout.pipeline_stages=1, or runner.max_staleness to 1 or more"
         yield Finding("rollout.pipeline_stages", message, hint, "1", others=(KEY, "runner.max_staleness"))
 
 
 @note("env.eval")
 def evaluations_play_no_workflow(context: Context) -> Iterator[Finding]:
-    """An evaluation plays all environments in step, whatever workflow the training has."""
+    """An evaluation steps all environments in lockstep, whatever the training workflow."""
     path = context.config.rollout.workflow
-    if context.verb == "eval" and path is not None and context.origin(KEY).kind != "argument":  # noted for itself
-        message = f"{KEY}={path} is not played: evaluations observe, act and execute chunks in all environments at once"
-        yield Finding("env.eval", message, "compare it with evaluations alone, not with the training's own success")
+    # A workflow on the command line is reported by its own note.
+    if context.verb == "eval" and path is not None and context.origin(KEY).kind != "argument":
+        message = f"{KEY}={path} is not used: evaluations observe, act and execute chunks in all environments at once"
+        yield Finding(
+            "env.eval", message, "compare evaluations only with each other, not with the success rate of training"
+        )

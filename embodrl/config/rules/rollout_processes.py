@@ -1,4 +1,4 @@
-"""Rollouts in processes of their own."""
+"""Rollouts in separate processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SYNC = "rollout.weight_sync"
 
 @rule("rollout.own_process", KEY, "cluster", "env.num_processes", "actor.training_backend", "rollout.backend")
 def several_rollouts_are_processes(context: Context) -> Iterator[Finding]:
-    """The main process is one, on machine 0, and no actor of Ray's."""
+    """The main process is a single one, on machine 0, and not a Ray actor."""
     config = context.config
     deployment = context.deployment
     if config.rollout.own_process is not False or deployment is None:
@@ -36,7 +36,7 @@ def several_rollouts_are_processes(context: Context) -> Iterator[Finding]:
 
 @rule(KEY, "cluster", "env.num_processes", "rollout.own_process", "actor.training_backend", "rollout.backend")
 def simulators_are_beside_their_rollout(context: Context) -> Iterator[Finding]:
-    """A rollout process drives simulators of its own machine."""
+    """A rollout process drives simulators on its own machine."""
     deployment = context.deployment
     if deployment is None or not deployment.rolls_out_in_processes:
         return
@@ -54,7 +54,7 @@ def simulators_are_beside_their_rollout(context: Context) -> Iterator[Finding]:
                 KEY,
                 f"rollout process {rollout.rank} is on machine {rollout.node}, and {count} of its {size} simulator"
                 f" process(es) on machine {node}",
-                "place env as rollout, with as many processes on each machine for each rollout process",
+                "place env like rollout, with equally many simulator processes per rollout process on each machine",
                 "simulators on the machine of their rollout process",
                 others=("env.num_processes",),
             )
@@ -63,7 +63,7 @@ def simulators_are_beside_their_rollout(context: Context) -> Iterator[Finding]:
 
 @rule(SYNC, KEY, "cluster", "rollout.own_process", "env.num_processes", "actor.training_backend", "rollout.backend")
 def weights_get_there(context: Context) -> Iterator[Finding]:
-    """Sharing is for one process, memory for one machine, the others for several processes."""
+    """Shared weights need one process, memory one machine, and the others several processes."""
     kind = context.config.rollout.weight_sync
     deployment = context.deployment
     if kind == "auto" or deployment is None:
@@ -71,25 +71,25 @@ def weights_get_there(context: Context) -> Iterator[Finding]:
     own = deployment.rolls_out_in_processes
     far = {place.node for place in deployment.of("rollout")} - {0}
     if kind == "shared" and own:
-        message = "is 'shared', and rollout processes of their own share no memory with the main process"
+        message = "is 'shared', but separate rollout processes share no memory with the main process"
         yield Finding(SYNC, message, "leave it at auto", "auto, memory, collective, disk", others=(KEY,))
     elif kind == "memory" and far:
         machines = ", ".join(map(str, sorted(far)))
-        message = f"is 'memory', and there are rollout processes on machine {machines}"
+        message = f"is 'memory', but there are rollout processes on machine {machines}"
         yield Finding(SYNC, message, "leave it at auto", "auto, collective, disk", others=(KEY,))
     elif kind != "shared" and not own:
-        message = f"is '{kind}', and rollouts run in the main process, so there is nothing to synchronise"
+        message = f"is '{kind}', and rollouts run in the main process, so there are no weights to synchronise"
         yield Finding(SYNC, message, "leave it at auto, or set rollout.own_process=true", "auto, shared")
 
 
 @note(KEY, "cluster")
 def rollouts_of_one_process(context: Context) -> Iterator[Finding]:
-    """Evaluations, demonstrations and servers act in the main process, wherever rollouts are placed."""
+    """Evaluations, collection and servers act in the main process, wherever rollouts are placed."""
     found = context.deployment
     if context.verb not in ("eval", "collect", "record", "sft", "serve") or found is None or not context.by_user(KEY):
         return
     if (count := len(found.of("rollout"))) > 1 or found.of("rollout")[0].node:
-        message = f"{count} rollout process(es) are placed, and this command acts in the main process alone"
+        message = f"{count} rollout process(es) are placed, but this command acts only in the main process"
         yield Finding(KEY, message, "leave rollout at all, or place it on one device of this machine")
 
 

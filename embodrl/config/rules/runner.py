@@ -1,4 +1,4 @@
-"""The loop, its output, demonstrations and fine-tuning."""
+"""The training loop, its output, demonstrations and fine-tuning."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from embodrl.specs import ENVS
 
 @rule("runner.name")
 def name_is_one_directory(context: Context) -> Iterator[Finding]:
-    """The name of a run is the name of a directory in outputs/."""
+    """The name of a run is a directory name in outputs/."""
     name = context.config.runner.name
     if not re.fullmatch(r"\w[\w.+@=-]{0,199}", name):
         near = re.sub(r"[^\w.+@=-]+", "-", name).strip("-.")[:200] or "my-run"
-        message = f"'{name}' can't be the name of a directory in outputs/"
-        hint = f"write runner.name={near}; a place elsewhere is given by runner.output_dir"
+        message = f"'{name}' is not a valid directory name in outputs/"
+        hint = f"write runner.name={near}; for another location, set runner.output_dir"
         yield Finding("runner.name", message, hint, "letters, digits and _ . + @ = -, at most 200 of them")
 
 
 KERNEL_DIRS = ("/proc", "/sys")
-"""No files can be made there, whatever the permissions say."""
+"""Kernel directories, where no files can be created, whatever the permissions."""
 
 
 @rule("runner.output_dir", "collect.output_dir", "sft.output_dir")
 def outputs_can_be_written(context: Context) -> Iterator[Finding]:
-    """Output goes to a directory that exists or can be made."""
+    """The output directory exists or can be created."""
     config = context.config
     if context.verb == "serve":  # it writes nothing
         return
@@ -42,11 +42,11 @@ def outputs_can_be_written(context: Context) -> Iterator[Finding]:
         if key == "runner.output_dir" and text == "auto":
             continue
         if not text or "\0" in text:
-            yield Finding(key, "the path is empty or holds a zero byte", "give a directory", "a directory")
+            yield Finding(key, "the path is empty or contains a zero byte", "give a directory", "a directory")
             continue
         path = Path(text).absolute()
         if any(map(path.resolve().is_relative_to, KERNEL_DIRS)):
-            yield Finding(key, f"'{path}' can't be written to: the kernel's files are there", "give another directory")
+            yield Finding(key, f"'{path}' can't be written to: it belongs to the kernel", "give another directory")
             continue
         present = next(p for p in (path, *path.parents) if path_kind(str(p)))
         if path_kind(str(present)) == "file":
@@ -59,7 +59,7 @@ def outputs_can_be_written(context: Context) -> Iterator[Finding]:
 
 @rule("runner.logger.wandb_mode", "runner.logger.wandb_project")
 def wandb_is_installed(context: Context) -> Iterator[Finding]:
-    """Weights & Biases is an extra."""
+    """Weights & Biases is an optional dependency."""
     logger = context.config.runner.logger
     if logger.wandb_mode != "off" and importlib.util.find_spec("wandb") is None:
         message = f"mode '{logger.wandb_mode}' needs the package wandb, which is not installed"
@@ -92,7 +92,7 @@ def sft_is_shorter_than_its_warm_up(context: Context) -> Iterator[Finding]:
 
 @note("sft.eval_interval", "env.eval", "runner")
 def sft_evaluates(context: Context) -> Iterator[Finding]:
-    """Settings of evaluations without an evaluation."""
+    """Evaluation settings have no effect without evaluations."""
     if context.verb not in ("sft", "store") or context.config.sft.eval_interval:
         return
     keys = [f"env.eval.{name}" for name in type(context.config.env.eval).model_fields if context.verb == "sft"]
@@ -112,7 +112,7 @@ def smoothing_is_narrower_than_the_range(context: Context) -> Iterator[Finding]:
 
 @rule("collect.num_episodes", "env.tasks")
 def every_task_is_demonstrated(context: Context) -> Iterator[Finding]:
-    """At least one demonstration a task."""
+    """There is at least one demonstration per task."""
     episodes = context.config.collect.num_episodes
     tasks = len(context.config.env.tasks)
     if episodes < tasks:
@@ -123,73 +123,73 @@ def every_task_is_demonstrated(context: Context) -> Iterator[Finding]:
 
 @rule("sft.random_shift_px", "env.cameras")
 def shifts_stay_in_the_picture(context: Context) -> Iterator[Finding]:
-    """Random shifts leave most of the picture."""
+    """Random shifts leave most of the image visible."""
     shift = context.config.sft.random_shift_px
     side = min(min(camera.height, camera.width) for camera in context.config.env.cameras)
     if 2 * shift > side:
-        message = f"shifts of up to {shift} pixels move most of a picture of {side} pixels out of sight"
+        message = f"shifts of up to {shift} pixels move most of an image of {side} pixels out of sight"
         hint = f"set it to {max(1, side // 16)}"
         yield Finding("sft.random_shift_px", message, hint, f"0 to {side // 2}", others=("env.cameras",))
 
 
 @note("model.warm_start")
 def recipes_begin_with_other_stages(context: Context) -> Iterator[Finding]:
-    """Training alone leaves out the stages of a recipe that come before."""
+    """Training alone skips the earlier stages of a recipe."""
     stages = context.config.recipe.stages
     name = context.choices.get("experiment")
     given = ("model.warm_start", "model.model_path", "algorithm.off_policy.demos")
     if context.verb == "train" and name and stages[:1] not in ((), ("rl",)) and not any(map(context.by_user, given)):
-        message = f"{name} is a recipe: training alone leaves out {', '.join(s for s in stages if s != 'rl')}"
+        message = f"{name} is a recipe: training alone skips {', '.join(s for s in stages if s != 'rl')}"
         yield Finding("experiment", message, f"all stages: `embodrl run experiment={name}`")
 
 
 @note("runner")
 def intervals_are_reached(context: Context) -> Iterator[Finding]:
-    """Intervals longer than the run."""
+    """Intervals are no longer than the run."""
     runner = context.config.runner
     for key, interval in (("eval_interval", runner.eval_interval), ("save_interval", runner.save_interval)):
         if interval > runner.max_iterations and context.by_user(f"runner.{key}"):
-            message = f"{interval} is longer than the run of {runner.max_iterations} iterations, so only the end counts"
+            message = f"{interval} is longer than the run of {runner.max_iterations} iterations, so only its end counts"
             yield Finding(f"runner.{key}", message, f"set it to at most {runner.max_iterations}")
 
 
 @note("runner.max_staleness", "algorithm.decoupled")
 def stale_data_is_corrected(context: Context) -> Iterator[Finding]:
-    """Old data without a correction, a correction without old data, and more staleness than there is time for."""
+    """Stale data need a correction, a correction needs stale data, and the run is long enough for the staleness."""
     staleness = context.config.runner.max_staleness
     decoupled = context.config.algorithm.decoupled.enabled
     if staleness > 1 and not decoupled:
-        message = f"actions may be {staleness} updates old, and the loss clips against the policy that chose them"
+        message = f"actions may be {staleness} updates old, but the loss clips against the behaviour policy"
         yield Finding("runner.max_staleness", message, "consider algorithm.decoupled.enabled=true")
     last = context.config.runner.max_iterations - 1
     if staleness > last:
         message = f"a run of {last + 1} iterations can get {last} ahead at most"
         yield Finding("runner.max_staleness", message, f"set it to at most {last}, or raise runner.max_iterations")
     if staleness == 0 and decoupled and context.by_user("algorithm.decoupled.enabled"):
-        message = "has no effect on what is learnt: with runner.max_staleness 0 no data are old"
+        message = "has no effect on learning: with runner.max_staleness 0 no data are stale"
         yield Finding("algorithm.decoupled.enabled", message, "leave it out, or set runner.max_staleness")
 
 
 @note("runner.eval_interval", "env.eval", "env.video")
 def evaluation_happens(context: Context) -> Iterator[Finding]:
-    """The last iteration is always evaluated, and filmed; with no other evaluation, every_eval changes nothing."""
+    """The last iteration is always evaluated and recorded; without other evaluations every_eval has no effect."""
     runner = context.config.runner
     only_the_last = runner.eval_interval == 0 and not runner.eval_at_start
     if only_the_last and context.config.env.video.enabled and context.by_user("env.video.every_eval"):
-        message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
+        message = "has no effect: with runner.eval_interval 0 only the last iteration is evaluated"
         yield Finding("env.video.every_eval", message, "leave it out, or set runner.eval_interval")
 
 
 @rule("runner.stop_evaluations", "runner.eval_interval", "runner.max_iterations", "runner.stop_at_success")
 def early_stop_can_happen(context: Context) -> Iterator[Finding]:
-    """There are as many evaluations as have to reach the success rate."""
+    """There are enough evaluations for early stopping."""
     runner = context.config.runner
     if runner.stop_at_success is None:
         return
     interval = runner.eval_interval or runner.max_iterations
     count = -(-runner.max_iterations // interval)
     if count < runner.stop_evaluations:
-        message = f"{runner.stop_evaluations} evaluations have to reach it, and the run has {count} after updates"
+        message = f"{runner.stop_evaluations} evaluations have to reach it, but the run has {count} after updates"
         hint = "lower runner.eval_interval or runner.stop_evaluations, or raise runner.max_iterations"
         others = ("runner.eval_interval", "runner.max_iterations")
         yield Finding("runner.stop_evaluations", message, hint, f"1 to {count}", others=others)
@@ -197,36 +197,38 @@ def early_stop_can_happen(context: Context) -> Iterator[Finding]:
 
 @rule("runner.eval_async", "rollout.backend", "env.env_type", "env.num_processes")
 def evaluations_beside_can_run(context: Context) -> Iterator[Finding]:
-    """What evaluates beside training is one process that acts natively, with the simulators of a rollout process."""
+    """Asynchronous evaluation is one process with native inference and the simulators of a rollout process."""
     config = context.config
     key = "runner.eval_async"
     if not config.runner.eval_async:
         return
     if config.rollout.backend != "native":
-        message = f"is true, and rollout.backend is '{config.rollout.backend}': the evaluation process acts natively"
+        message = (
+            f"is true, but rollout.backend is '{config.rollout.backend}': the evaluation process needs native inference"
+        )
         yield Finding(key, message, "set it to false, or rollout=native", "false", others=("rollout.backend",))
     batched = ENVS.entry(config.env.env_type).batched_by
     places = context.solution.places.get("rollout", ())
     share = config.env.num_processes // max(1, len(places))
     if batched is not None and getattr(config.env, batched[0]) == batched[1] and share > 1:
         message = f"is true, and its {share} simulators ({batched[0]}={batched[1]}) would share one GPU"
-        hint = "set it to false, or place a rollout process beside each simulator"
+        hint = "set it to false, or place a rollout process next to each simulator"
         yield Finding(key, message, hint, "false", others=("env.num_processes",))
 
 
 @note("runner.eval_async", "runner.eval_interval", "runner.max_iterations", "runner.eval_at_start")
 def evaluations_beside_overlap(context: Context) -> Iterator[Finding]:
-    """The last evaluation is waited for, and nothing trains beside it."""
+    """The last evaluation blocks the run, so it does not overlap with training."""
     runner = context.config.runner
     only_the_last = runner.eval_interval in (0, runner.max_iterations) and not runner.eval_at_start
     if runner.eval_async and only_the_last and context.by_user("runner.eval_async"):
-        message = "saves no time: the last iteration alone is evaluated, and the run waits for it"
+        message = "saves no time: only the last iteration is evaluated, and the run waits for it"
         yield Finding("runner.eval_async", message, "leave it out, or set runner.eval_interval")
 
 
 @note("collect")
 def noise_is_noisy(context: Context) -> Iterator[Finding]:
-    """Both parts of the noise are needed."""
+    """Noise needs both its parts."""
     collect = context.config.collect
     for key, other, idle in (
         ("noise_std", "noise_fraction", collect.noise_fraction == 0),
@@ -238,7 +240,7 @@ def noise_is_noisy(context: Context) -> Iterator[Finding]:
 
 @rule("collect.min_speed", "collect.max_speed")
 def speeds_are_ordered(context: Context) -> Iterator[Finding]:
-    """The slowest demonstrations are not faster than the fastest."""
+    """The minimum speed of demonstrations does not exceed the maximum."""
     collect = context.config.collect
     if collect.min_speed > collect.max_speed:
         message = f"{collect.min_speed} is above collect.max_speed = {collect.max_speed}"

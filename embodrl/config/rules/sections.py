@@ -1,4 +1,4 @@
-"""Sections that a registered part brings."""
+"""Sections that belong to registered parts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ WHERE = {
     "cluster": "cluster.launcher",
     "model": "model.small_actor.kind",
 }
-"""Section -> the setting that says whose sections in it have an effect."""
+"""Section -> setting that selects the part whose section has an effect."""
 
 
 @note(*WHERE)
 def sections_have_what_brings_them(context: Context) -> Iterator[Finding]:
-    """A section that an engine, a launcher or a small actor brings does nothing without it."""
+    """The section of an engine, launcher or small actor has no effect unless that part is chosen."""
     for group, key in WHERE.items():
         section: Section = getattr(context.config, group)
         chosen = {str(_value(section, name)) for name in CHOSEN_BY[group]}

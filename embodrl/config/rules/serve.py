@@ -15,7 +15,7 @@ LEAST_TOKEN = 8
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether an address is reachable only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -33,13 +33,13 @@ def served_protocols_have_ports(context: Context) -> Iterator[Finding]:
     if len(set(serve.protocols)) < len(serve.protocols):
         yield Finding("serve.protocols", "a protocol is named twice", "name each once")
     if serve.port and serve.port + len(serve.protocols) - 1 > 65535:
-        message = f"{len(serve.protocols)} protocols take the ports from {serve.port} on, and 65535 is the last one"
+        message = f"{len(serve.protocols)} protocols use ports from {serve.port} on, but the last port is 65535"
         yield Finding("serve.port", message, "take a lower one", others=("serve.protocols",))
 
 
 @rule("serve", "env.cameras", "model.action_dim")
 def wire_keys_fit(context: Context) -> Iterator[Finding]:
-    """There is a key for each camera, and GR00T's parts of an action make up an action."""
+    """There is a key for each camera, and GR00T's action parts add up to an action."""
     config = context.config
     if not _serving(context):
         return
@@ -48,35 +48,35 @@ def wire_keys_fit(context: Context) -> Iterator[Finding]:
         if not isinstance(keys, WireKeysConfig):
             continue
         if keys.images and len(keys.images) < len(config.env.cameras):
-            message = f"names {len(keys.images)} pictures, and env.cameras has {len(config.env.cameras)}"
+            message = f"names {len(keys.images)} images, but env.cameras has {len(config.env.cameras)}"
             yield Finding(f"serve.{name}.images", message, "name one for each camera", others=("env.cameras",))
         if isinstance(keys, GrootKeysConfig) and keys.actions:
             sizes = [int(dims) if dims.isdigit() else 0 for dims in (text.rpartition(":")[2] for text in keys.actions)]
             if 0 in sizes or sum(sizes) != config.model.action_dim:
-                message = f"has parts of {sizes} values, and an action has {config.model.action_dim}"
+                message = f"has parts of {sizes} values, but an action has {config.model.action_dim}"
                 hint = "write each part as NAME:DIMS"
                 yield Finding(f"serve.{name}.actions", message, hint, others=("model.action_dim",))
 
 
 @note("serve.rtc_max_guidance_weight", "model.model_type", "model.flow.rtc_max_delay")
 def guidance_without_effect(context: Context) -> Iterator[Finding]:
-    """Only flow policies continue the chunk that a robot is in the midst of."""
+    """Only flow policies continue the chunk that a robot is executing."""
     key = "serve.rtc_max_guidance_weight"
     family = context.config.model.model_type
     if context.by_user(key) and family in MODELS and MODELS.entry(family).kind != "flow":
-        yield Finding(key, f"has no effect: '{family}' is no flow policy", "leave it out")
+        yield Finding(key, f"has no effect: '{family}' is not a flow policy", "leave it out")
     elif context.by_user(key) and trained_delay(context.config.model):
-        message = "has no effect: the policy was trained to continue chunks, and is not guided"
+        message = "has no effect: the policy was trained to continue chunks, so it is not guided"
         yield Finding(key, message, "leave it out, or set model.flow.rtc_max_delay=0")
 
 
 @rule("serve.execution_horizon", "model.num_action_chunks")
 def executed_actions_are_predicted(context: Context) -> Iterator[Finding]:
-    """No more actions of a chunk are executed than it has."""
+    """No more actions of a chunk are executed than the chunk has."""
     horizon = context.config.serve.execution_horizon
     chunk = context.config.model.num_action_chunks
     if horizon is not None and horizon > chunk:
-        message = f"{horizon} actions are to be executed of each chunk of {chunk}"
+        message = f"{horizon} actions are to be executed from each chunk of {chunk}"
         yield Finding(
             "serve.execution_horizon", message, f"set it to at most {chunk}", others=("model.num_action_chunks",)
         )
@@ -88,19 +88,19 @@ def tls_has_both_files(context: Context) -> Iterator[Finding]:
     serve = context.config.serve
     if (serve.tls_cert is None) != (serve.tls_key is None):
         key = "serve.tls_key" if serve.tls_key is None else "serve.tls_cert"
-        yield Finding(key, "is missing: TLS takes a certificate and its key", "give both, or neither")
+        yield Finding(key, "is missing: TLS needs a certificate and its key", "give both, or neither")
     for key, path in (("serve.tls_cert", serve.tls_cert), ("serve.tls_key", serve.tls_key)):
         if path is not None and path_kind(path) != "file":
             yield Finding(key, f"there is no file '{path}'", "give a file in PEM")
     plain = [name for name in serve.protocols if not SERVE_PROTOCOLS.entry(name).has_tls]
     if serve.tls_cert is not None and plain:
         message = f"clients of {' and '.join(plain)} have no TLS"
-        yield Finding("serve.tls_cert", message, "serve it in a process of its own", others=("serve.protocols",))
+        yield Finding("serve.tls_cert", message, "serve it in a separate process", others=("serve.protocols",))
 
 
 @rule("serve.token")
 def token_is_a_secret(context: Context) -> Iterator[Finding]:
-    """A token that is given can't be guessed, and can stand in a header."""
+    """A given token is hard to guess, and valid in a header."""
     token = context.config.serve.token
     if token not in ("auto", "none") and (len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable()):
         message = f"it has {len(token)} characters, or some that are not printable ASCII"
@@ -109,7 +109,7 @@ def token_is_a_secret(context: Context) -> Iterator[Finding]:
 
 @note("serve")
 def protocols_are_served(context: Context) -> Iterator[Finding]:
-    """Settings of protocols that are not spoken."""
+    """Settings of protocols that are not served."""
     if not _serving(context):
         return
     serve = context.config.serve
@@ -124,12 +124,12 @@ def protocols_are_served(context: Context) -> Iterator[Finding]:
 
 @note("serve.host", "serve.token", "serve.tls_cert")
 def served_to_other_machines(context: Context) -> Iterator[Finding]:
-    """What others can do or read where the server listens beyond this machine."""
+    """Exposure of a server that listens beyond this machine."""
     serve = context.config.serve
     if not _serving(context) or is_loopback(serve.host):
         return
     if serve.token == "none":
-        message = f"is none, and {serve.host} can be reached from other machines: all of them may ask the policy"
+        message = f"is none, and {serve.host} can be reached from other machines, and all of them may query the policy"
         yield Finding("serve.token", message, "leave it at auto", others=("serve.host",))
     elif serve.tls_cert is None:
         message = f"'{serve.host}' can be reached from other machines, and the token travels unencrypted"

@@ -1,4 +1,4 @@
-"""Values that are valid numbers and can hardly be meant: far too large, or far outside of what is usual."""
+"""Values that are valid numbers but hardly intended: far too large, or far outside the usual range."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "env.start_timeout_s": (1.0, 86_400.0),
     "env.max_abs_reward": (1e-2, float("inf")),
 }
-"""What published runs stay within, with a wide margin."""
+"""Ranges of published runs, with a wide margin."""
 
 
 def number_of(config: Config, key: str) -> float | None:
@@ -42,7 +42,7 @@ def images_fit_in_memory(context: Context) -> Iterator[Finding]:
             yield Finding(
                 f"env.cameras.{index}.height",
                 f"{camera.width} x {camera.height} pixels per image",
-                "policies take 64 to 448 pixels per side; set height and width to the size that yours takes",
+                "policies take 64 to 448 pixels per side; set height and width to your policy's size",
                 f"at most {MOST_PIXELS} pixels per image",
                 others=(f"env.cameras.{index}.width",),
                 at="env.cameras",
@@ -62,7 +62,7 @@ def images_fit_in_memory(context: Context) -> Iterator[Finding]:
 
 @note(*USUAL)
 def values_are_usual(context: Context) -> Iterator[Finding]:
-    """A learning rate, temperature, clip range, number of epochs or limit far outside of what published runs use."""
+    """A learning rate, temperature, clip range, epoch count or limit is far outside the range of published runs."""
     for key, (low, high) in USUAL.items():
         value = number_of(context.config, key)
         if value is not None and context.by_user(key) and not low <= value <= high:

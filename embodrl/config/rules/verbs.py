@@ -1,4 +1,4 @@
-"""What a verb does not read: its rules leave it alone, and the command line can't set it."""
+"""Settings that a verb does not read: its rules ignore them, and the command line can't set them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from embodrl.config.schema.readers import Verb, readers, reads
 from embodrl.rule_set import Finding
 
 COMMANDS = {"record": "collect policy=PATH"}
-"""What a verb is called, where it is not its own name."""
+"""Command of a verb, if it differs from the verb's name."""
 
 
 def concerns(verb: Verb | None, finding: Finding, schema: type[Config]) -> bool:
@@ -20,10 +20,10 @@ def concerns(verb: Verb | None, finding: Finding, schema: type[Config]) -> bool:
 
 
 def settings_of_other_verbs(verb: Verb, context: Context, schema: type[Config]) -> Iterator[Finding]:
-    """Yield settings of the command line that a verb does not read; files may be shared by verbs."""
+    """Yield command-line settings that a verb does not read; files may be shared by verbs."""
     for key, node in walk(context.tree):
         if node.origin.kind == "argument" and not node.children and not reads(verb, key, schema):
             message = f"is not a setting of `embodrl {COMMANDS.get(verb, verb)}`"
             others = ", ".join(f"`embodrl {COMMANDS.get(name, name)}`" for name in sorted(readers(key, schema) or ()))
-            hint = f"leave it out, or put it in a file that verbs share (--config); read by {others}"
+            hint = f"leave it out, or put it in a file shared by verbs (--config); read by {others}"
             yield Finding(key, message, hint, code="setting-of-another-verb")

@@ -27,23 +27,26 @@ ESTIMATOR = ArgumentOf("estimator")
 
 
 class SamplingConfig(Section):
-    """How actions are drawn."""
+    """Sampling of actions."""
 
-    temperature: PositiveFloat = Field(default=0.5, description="of rollout and of the log-probs in training alike")
+    temperature: PositiveFloat = Field(
+        default=0.5, description="softmax temperature of rollouts and of log-probs in training"
+    )
     top_k: NonNegativeInt = Field(default=0, description="most probable bins kept; 0 keeps all")
 
 
 class KlConfig(Section):
-    """Distance to the policy that the run began with."""
+    """KL to the initial policy of the run."""
 
     coef: NonNegativeFloat = Field(
-        default=0.0, description="weight; 0 for none, above 0 a copy of the trained weights is kept as the reference"
+        default=0.0, description="weight; 0 for none; above 0 a copy of the initial weights is kept as the reference"
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
-        default="k3", description="of the KL per token: k1 log ratio, k2 half its square, k3 1/ratio - 1 + log ratio"
+        default="k3",
+        description="estimator of the KL per token: k1 log ratio, k2 half its square, k3 1/ratio - 1 + log ratio",
     )
     placement: Literal["loss", "reward"] = Field(
-        default="loss", description="added to the loss, or taken off the reward of each action"
+        default="loss", description="added to the loss, or subtracted from the reward of each action"
     )
 
 
@@ -57,46 +60,48 @@ class FilterConfig(Section):
     max_rate: Fraction = Field(default=1.0, description="groups with this success rate or more are dropped")
     max_resamples: NonNegativeInt = Field(
         default=2,
-        description="further rollouts to replace dropped groups; if that is too few, the batch is smaller",
+        description="additional rollouts to replace dropped groups; if these are too few, the batch is smaller",
     )
 
 
 class BranchConfig(Section):
-    """Groups that begin in the midst of an episode."""
+    """Groups that branch within an episode."""
 
     enabled: bool = Field(
         default=False,
-        description="the environments of a group continue an episode of the present policy from one state of it, which"
-        " is restored exactly; what led there is not trained on",
+        description="the environments of a group continue an episode of the current policy from one of its states,"
+        " which is restored exactly; the steps before that state are not trained on",
     )
     max_chunks: PositiveInt | None = Field(
         default=None,
-        description="the state is one after 0 to this many chunks, equally likely; null: up to the last chunk of an"
+        description="branch after 0 to this many chunks, uniformly distributed; null: up to the last chunk of an"
         " episode",
     )
 
 
 class SrpoConfig(Section):
-    """Rewards of failures by their likeness to successes."""
+    """SRPO: rewards of failures by their similarity to successes."""
 
     enabled: bool = Field(
-        default=False, description="replace rewards by 1 for a success and less for a failure, by its distance to them"
+        default=False,
+        description="replace rewards by 1 for a success and less for a failure, depending on its distance to successes",
     )
     encoder: str = Field(
-        default="pixels", description="pixels (built in), vjepa2, or a custom module:function, frames to embeddings"
+        default="pixels",
+        description="pixels (built in), vjepa2, or a custom module:function that maps frames to embeddings",
     )
     encoder_path: Annotated[PathText | None, AppliesIf("algorithm.srpo.encoder", ("vjepa2",))] = Field(
-        default=None, description="directory with the weights of vjepa2"
+        default=None, description="directory of the vjepa2 weights"
     )
     num_frames: PositiveInt = Field(default=64, description="frames of an episode that the encoder sees")
-    failure_scale: Fraction = Field(default=0.6, description="rewards of failures stay below it")
-    steepness: PositiveFloat = Field(default=10.0, description="of the sigmoid from distance to reward")
+    failure_scale: Fraction = Field(default=0.6, description="upper bound of failures' rewards")
+    steepness: PositiveFloat = Field(default=10.0, description="steepness of the sigmoid from distance to reward")
     cluster_eps: PositiveFloat = Field(
-        default=0.5, description="DBSCAN: distance of neighbours, root mean square over standardised dimensions"
+        default=0.5, description="DBSCAN: neighbour distance, root mean square over standardised dimensions"
     )
-    cluster_min_samples: PositiveInt = Field(default=2, description="DBSCAN: neighbours that make a cluster")
+    cluster_min_samples: PositiveInt = Field(default=2, description="DBSCAN: neighbours that form a cluster")
     memory: NonNegativeInt = Field(
-        default=64, description="successes of a task kept for rollouts that have none; 0 keeps none"
+        default=64, description="successes per task kept for rollouts without any; 0 keeps none"
     )
 
 
@@ -105,102 +110,113 @@ class DecoupledConfig(Section):
 
     enabled: bool = Field(
         default=False,
-        description="clip against the policy at the start of the update (proximal) and weight each term by its"
-        " probability over that of the policy that acted",
+        description="clip against the policy at the start of the update (proximal), and weight each term by its"
+        " probability ratio to the behaviour policy",
     )
     prox: Literal["recompute", "loglinear"] = Field(
         default="recompute",
-        description="log-probs of the proximal policy: recompute them before the update, or loglinear, between those of"
-        " the rollout and the present ones by version",
+        description="log-probs of the proximal policy: recompute: computed before the update; loglinear: interpolated"
+        " by version between the rollout's and the current ones",
     )
-    cap: float | None = Field(default=5.0, gt=1, description="largest weight; null for none")
+    cap: float | None = Field(default=5.0, gt=1, description="maximum weight; null for none")
     on_exceed: Annotated[Literal["mask", "clamp"], AppliesIf("algorithm.decoupled.cap")] = Field(
         default="mask", description="a weight above the cap becomes 0 (mask) or the cap (clamp)"
     )
     level: Literal["token", "chunk", "episode"] = Field(
         default="token",
-        description="a weight for each token, chunk (product over its tokens) or episode (geometric mean); at the level"
-        " of logprob_type or coarser",
+        description="one weight per token, chunk (product over its tokens) or episode (geometric mean); the level of"
+        " logprob_type or coarser",
     )
 
     @property
     def needs_proximal(self) -> bool:
-        """Stale chunks need log-probs under the weights that their update begins with."""
+        """Whether stale chunks need log-probs under the weights at the start of their update."""
         return self.enabled and self.prox == "recompute"
 
 
 class OffPolicyConfig(Section):
-    """SAC and RLPD: critics, replay buffer, and how much is learned from it."""
+    """SAC and RLPD: critics, replay buffer and update ratios."""
 
-    num_q: PositiveInt = Field(default=2, le=100, description="critics")
-    subset: PositiveInt = Field(default=2, description="critics, drawn for each update, that give the target")
-    target_q: Literal["min", "mean"] = Field(default="min", description="what of these critics is the target")
-    actor_q: Literal["min", "mean"] = Field(default="min", description="what of all critics the actor climbs")
-    critic_hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of a critic")
+    num_q: PositiveInt = Field(default=2, le=100, description="number of critics")
+    subset: PositiveInt = Field(default=2, description="critics sampled per update to compute the target")
+    target_q: Literal["min", "mean"] = Field(default="min", description="reduction of these critics to the target")
+    actor_q: Literal["min", "mean"] = Field(
+        default="min", description="reduction of all critics to the actor's objective"
+    )
+    critic_hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of each critic")
     layer_norm: bool = Field(default=True, description="LayerNorm before each ReLU of the critics")
-    tau: float = Field(default=0.005, gt=0, le=1, description="what targets move towards the critics in an update")
-    backup_entropy: bool = Field(default=True, description="the target counts the entropy of later actions")
-    alpha: PositiveFloat = Field(default=1.0, description="temperature at the start")
+    tau: float = Field(
+        default=0.005, gt=0, le=1, description="fraction that target networks move towards the critics per update"
+    )
+    backup_entropy: bool = Field(default=True, description="include the entropy of later actions in the target")
+    alpha: PositiveFloat = Field(default=1.0, description="initial temperature")
     alpha_lr: PositiveFloat | None = Field(
-        default=3e-4, description="learning rate of the temperature, towards target_entropy; null: it stays"
+        default=3e-4, description="learning rate of the temperature towards target_entropy; null keeps it constant"
     )
     target_entropy: Annotated[float | None, AppliesIf("algorithm.off_policy.alpha_lr")] = Field(
-        default=None, description="of a chunk, in nats; null: target_entropy_per_number times the numbers of a chunk"
+        default=None,
+        description="target entropy of a chunk, in nats; null: target_entropy_per_number times the numbers in a chunk",
     )
     target_entropy_per_number: Annotated[
         float, AppliesIf("algorithm.off_policy.alpha_lr"), AppliesIf("algorithm.off_policy.target_entropy", (None,))
-    ] = Field(default=-1.0, description="of each number that the actor chooses, in nats, where target_entropy is null")
-    utd: PositiveFloat = Field(default=1.0, le=1000, description="updates of the critics per chunk that was stored")
-    policy_delay: PositiveInt = Field(default=1, description="updates of the critics per update of the actor")
-    warm_up: NonNegativeInt = Field(default=1000, description="chunks that are stored before the first update")
-    critic_warm_up: NonNegativeInt = Field(
-        default=0, description="updates of the critics before the first one of the actor"
+    ] = Field(
+        default=-1.0, description="target entropy per number that the actor chooses, in nats, if target_entropy is null"
     )
-    n_step: PositiveInt = Field(default=1, le=1000, description="chunks whose rewards a target adds up")
-    capacity: PositiveInt = Field(default=1_000_000, description="observations that the replay buffer keeps at most")
+    utd: PositiveFloat = Field(default=1.0, le=1000, description="critic updates per stored chunk")
+    policy_delay: PositiveInt = Field(default=1, description="critic updates per actor update")
+    warm_up: NonNegativeInt = Field(default=1000, description="chunks stored before the first update")
+    critic_warm_up: NonNegativeInt = Field(default=0, description="critic updates before the first actor update")
+    n_step: PositiveInt = Field(default=1, le=1000, description="chunks whose rewards a target sums")
+    capacity: PositiveInt = Field(default=1_000_000, description="maximum observations in the replay buffer")
     memory_gb: PositiveFloat = Field(
-        default=1.0, description="memory that the replay buffer takes at most, which may be fewer than capacity"
+        default=1.0,
+        description="maximum memory of the replay buffer in GB, which may hold fewer observations than capacity",
     )
     demos: PathText | None = Field(
         default=None, description="directory of demonstrations with rewards, made by `embodrl collect`"
     )
-    demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")
+    demo_fraction: Fraction = Field(default=0.0, description="fraction of each batch taken from the demonstrations")
     interventions: bool = Field(
         default=False,
-        description="who corrects the policy takes control, and its chunks are added to the demonstrations (HIL-SERL)",
+        description="a person or expert who corrects the policy takes control, and the chunks are added to the"
+        " demonstrations (HIL-SERL)",
     )
     intervention_device: Annotated[str | None, AppliesIf("algorithm.off_policy.interventions")] = Field(
         default=None,
-        description="what a person corrects the policy with: keyboard, spacemouse, or a custom module:function; null: a"
-        " scripted expert takes control where algorithm.dagger.gate_threshold says so",
+        description="device with which a person corrects the policy: keyboard, spacemouse, or a custom"
+        " module:function; null: a scripted expert takes control according to algorithm.dagger.gate_threshold",
     )
 
 
 class DaggerConfig(Section):
-    """DAgger, HG-DAgger and interventions: when an expert acts in the policy's place."""
+    """DAgger, HG-DAgger and interventions: when an expert acts instead of the policy."""
 
     beta: Annotated[Fraction, AppliesIf("algorithm.dagger.gate_threshold", (None,))] = Field(
-        default=1.0, description="probability that the expert acts, in the first iteration"
+        default=1.0, description="probability that the expert acts in the first iteration"
     )
     beta_decay: Annotated[Fraction, AppliesIf("algorithm.dagger.gate_threshold", (None,))] = Field(
-        default=0.5, description="what the probability is multiplied with per iteration"
+        default=0.5, description="factor applied to this probability at every iteration"
     )
     gate_threshold: Annotated[PositiveFloat | None, ReadBy("train", "store")] = Field(
         default=None,
-        description="HG-DAgger: the expert acts where the policy's action is further from its own than this (root mean"
-        " square over the dimensions), and only then labels; null: it labels everything, and acts as beta says",
+        description="HG-DAgger: the expert acts where the policy's action differs from its own by more than this"
+        " (root mean square over the dimensions), and labels only these steps; null: it labels every step, and acts"
+        " according to beta",
     )
     gate_steps: Annotated[PositiveInt, AppliesIf("algorithm.dagger.gate_threshold"), ReadBy("train", "store")] = Field(
-        default=5, description="policy steps for which the expert then keeps control"
+        default=5, description="policy steps for which the expert keeps control afterwards"
     )
 
 
 class AlgorithmConfig(Section):
-    """PPO and related algorithms, and their parts."""
+    """PPO and related algorithms, and their components."""
 
-    adv_type: str = Field(default="gae", description="a name of `embodrl list algorithms`, or a custom module:function")
+    adv_type: str = Field(
+        default="gae",
+        description="advantage estimator: a name from `embodrl list algorithms`, or a custom module:function",
+    )
     loss_type: str = Field(
-        default="actor_critic", description="a name of `embodrl list algorithms`, or a custom module:function"
+        default="actor_critic", description="loss: a name from `embodrl list algorithms`, or a custom module:function"
     )
     reward_type: Annotated[Literal["chunk_level", "action_level"], ESTIMATOR, EPISODES] = Field(
         default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value per chunk"
@@ -220,9 +236,9 @@ class AlgorithmConfig(Section):
         default=0.97, description="discount per reward step (chunk or action)"
     )
     gae_lambda: Annotated[Fraction, ESTIMATOR] = Field(default=0.95, description="lambda of GAE")
-    normalize_advantages: bool = Field(default=True, description="to zero mean and unit variance")
+    normalize_advantages: bool = Field(default=True, description="normalise advantages to zero mean and unit variance")
     normalization_scope: Annotated[Literal["batch", "group"], AppliesIf("algorithm.normalize_advantages")] = Field(
-        default="batch", description="over all steps of the rollout, or over the episodes of each group"
+        default="batch", description="normalise over all steps of the rollout, or over the episodes of each group"
     )
     min_group_std: Annotated[
         NonNegativeFloat,
@@ -230,7 +246,7 @@ class AlgorithmConfig(Section):
         AppliesIf("algorithm.normalization_scope", ("group",)),
     ] = Field(
         default=0.0,
-        description="least standard deviation that normalization_scope=group divides by, in units of the reward",
+        description="minimum standard deviation used by normalization_scope=group, in units of the reward",
     )
     bootstrap_type: Annotated[
         Literal["truncation", "none"],
@@ -238,21 +254,21 @@ class AlgorithmConfig(Section):
         ESTIMATOR,
     ] = Field(
         default="truncation",
-        description="add gamma * V(last observation) where the step limit, not the task, ended an episode",
+        description="add gamma * V(last observation) where an episode ended by the step limit, not by the task",
     )
     surrogate: Annotated[Literal["ratio", "log_ratio"], LOSS] = Field(
-        default="ratio", description="what the advantage multiplies: the clipped ratio (PPO) or its logarithm (CPGD)"
+        default="ratio", description="factor of the advantage: the clipped ratio (PPO) or its logarithm (CPGD)"
     )
     clip_ratio_low: Annotated[float, LOSS] = Field(default=0.2, gt=0, lt=1, description="lower clip of the ratio")
     clip_ratio_high: Annotated[PositiveFloat, LOSS] = Field(default=0.28, description="upper clip of the ratio")
     clip_ratio_dual: Annotated[PositiveFloat | None, LOSS] = Field(
-        default=None, description="with a negative advantage no ratio counts for more than this (dual clip)"
+        default=None, description="bound on the ratios of negative advantages (dual clip); null for none"
     )
     drift_coef: Annotated[NonNegativeFloat, LOSS] = Field(
-        default=0.0, description="weight of the KL from the policy that acted (CPGD's policy drift)"
+        default=0.0, description="weight of the KL from the behaviour policy (CPGD's policy drift)"
     )
     kl: Annotated[KlConfig, AppliesIf("algorithm.kl.coef")] = Field(
-        default=KlConfig(), description="distance to the policy that the run began with"
+        default=KlConfig(), description="KL to the initial policy of the run"
     )
     value_clip: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
         default=0.2, description="clip of the value change; null for none"
@@ -261,67 +277,62 @@ class AlgorithmConfig(Section):
         default=0.5, description="weight of the value loss"
     )
     huber_delta: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
-        default=None, description="beyond this error the value loss grows linearly; null for the square everywhere"
+        default=None, description="error above which the value loss grows linearly (Huber); null: squared error"
     )
-    entropy_bonus: Annotated[NonNegativeFloat, LOSS] = Field(default=0.0, description="weight of the entropy")
+    entropy_bonus: Annotated[NonNegativeFloat, LOSS] = Field(default=0.0, description="weight of the entropy bonus")
     loss_agg: Literal["token_mean", "episode_mean", "fixed_length"] = Field(
         default="token_mean",
-        description="each ratio counts the same, or each episode, or sums over episodes are divided by the rollout's"
-        " length (Dr. GRPO)",
+        description="token_mean weights all ratios equally, episode_mean all episodes; fixed_length divides sums over"
+        " episodes by the rollout's length (Dr. GRPO)",
     )
     update_epoch: PositiveInt = Field(default=2, le=10_000, description="passes over a rollout")
-    rollout_epoch: PositiveInt = Field(default=1, description="rollouts gathered one after the other for an update")
+    rollout_epoch: PositiveInt = Field(default=1, description="consecutive rollouts per update")
     group_size: PositiveInt = Field(default=1, description="environments that share an initial state")
     branch: Annotated[BranchConfig, AppliesIf("algorithm.branch.enabled")] = Field(
-        default=BranchConfig(), description="groups that begin in the midst of an episode"
+        default=BranchConfig(), description="groups that branch within an episode"
     )
     filter: Annotated[FilterConfig, AppliesIf("algorithm.filter.enabled")] = Field(
         default=FilterConfig(), description="dynamic sampling by success rate"
     )
     srpo: Annotated[SrpoConfig, AppliesIf("algorithm.srpo.enabled")] = Field(
-        default=SrpoConfig(), description="rewards of failures by their likeness to successes"
+        default=SrpoConfig(), description="rewards of failures by their similarity to successes"
     )
     decoupled: Annotated[DecoupledConfig, AppliesIf("algorithm.decoupled.enabled")] = Field(
         default=DecoupledConfig(), description="decoupled PPO, for rollouts of older policies"
     )
     recompute_logprobs: Literal["auto"] | bool = Field(
         default="auto",
-        description="take the log-probs of all chunks, which ratios are relative to, from the engine that trains, by a"
-        " forward pass before the update; auto: where another engine acts (rollout.backend vllm or remote)",
+        description="recompute the log-probs of all chunks with the training engine before the update, as the"
+        " reference of ratios; auto: if another engine acts (rollout.backend vllm or remote)",
     )
     engine_weight_cap: float | None = Field(
         default=2.0,
         gt=1,
-        description="with recompute_logprobs: each ratio is weighted by its probability in training over that in the"
-        " rollout, at most this (truncated importance sampling); null: no weights",
+        description="with recompute_logprobs: weight each ratio by its training probability over its rollout"
+        " probability, up to this cap (truncated importance sampling); null: no weights",
     )
     target_kl: PositiveFloat | None = Field(
         default=None,
-        description="end an update once the approximate KL per token to the policy that acted (decoupled: the proximal"
-        " one) exceeds this",
+        description="stop an update once the approximate KL per token to the behaviour policy (decoupled: the"
+        " proximal one) exceeds this",
     )
     chunk_fraction: PositiveFloat = Field(
         default=1.0,
         le=1,
-        description="part of a rollout's chunks that get gradients, those with the largest absolute advantages; the"
-        " others cost no forward or backward pass",
+        description="fraction of a rollout's chunks that get gradients, chosen by the largest absolute advantages;"
+        " the others cost no forward or backward pass",
     )
     bc_coef: NonNegativeFloat = Field(
         default=0.0,
-        description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy; they"
-        " are those of algorithm.off_policy.demos",
+        description="weight of the imitation loss (behaviour cloning) in the policy loss; the demonstrations are"
+        " those in algorithm.off_policy.demos",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
-    sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="how actions are drawn")
+    sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="sampling of actions")
 
     def arguments_of(self, kind: Literal["loss", "estimator"], needs_values: bool = True) -> dict[str, object]:
-        """Return the settings that the function of a kind gets, with those that it brings.
-
-        Args:
-            kind: of the function.
-            needs_values: there is a critic; without one its settings are left out.
-        """
+        """Return the settings passed to the loss or estimator; ``needs_values=False`` omits those of a critic."""
         fields = AlgorithmConfig.model_fields
         names = [name for name in ARGUMENTS[kind] if needs_values or CRITIC not in fields[name].metadata]
         chosen = self.loss_type if kind == "loss" else self.adv_type
@@ -338,4 +349,4 @@ ARGUMENTS: dict[str, dict[str, ArgumentOf]] = {
     }
     for kind in ("estimator", "loss")
 }
-"""Kind of functions -> the settings that they get."""
+"""Kind of function -> settings passed to it."""

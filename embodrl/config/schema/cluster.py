@@ -22,52 +22,56 @@ from embodrl.specs import LAUNCHERS
 
 
 class HardwareConfig(Section):
-    """Machines that are described instead of looked at, each like the others."""
+    """Identical machines, described instead of detected."""
 
-    name: str | None = Field(default=None, description="what to call them; null is this machine, as it is")
-    num_gpus: NonNegativeInt = Field(
-        default=0, le=1024, description="GPUs of a machine, spread evenly over its NUMA nodes"
+    name: str | None = Field(
+        default=None, description="name of the described machines; null uses this machine as it is"
     )
-    gpu_memory_gib: PositiveFloat = Field(default=80.0, description="memory of a GPU")
-    num_numa_nodes: PositiveInt = Field(default=1, le=1024, description="NUMA nodes of a machine")
-    num_cores: PositiveInt = Field(default=2, le=65_536, description="cores of a machine, over all NUMA nodes")
-    threads_per_core: PositiveInt = Field(default=1, le=64, description="hardware threads of a core")
-    memory_gib: PositiveFloat = Field(default=16.0, description="main memory of a machine")
+    num_gpus: NonNegativeInt = Field(
+        default=0, le=1024, description="GPUs per machine, spread evenly over its NUMA nodes"
+    )
+    gpu_memory_gib: PositiveFloat = Field(default=80.0, description="memory per GPU")
+    num_numa_nodes: PositiveInt = Field(default=1, le=1024, description="NUMA nodes per machine")
+    num_cores: PositiveInt = Field(default=2, le=65_536, description="cores per machine, over all NUMA nodes")
+    threads_per_core: PositiveInt = Field(default=1, le=64, description="hardware threads per core")
+    memory_gib: PositiveFloat = Field(default=16.0, description="main memory per machine")
 
 
 class NodeGroupConfig(Section):
-    """Machines with a name of their own."""
+    """A named group of machines."""
 
-    label: str = Field(description="name that a placement refers to; `node` is taken: it means whole machines")
+    label: str = Field(description="name used by placements; `node` is reserved for whole machines")
     node_ranks: Ranks = Field(default="all", description="machines, e.g. 0-1 or 0,2")
 
 
 class ClusterConfig(Section):
-    """Where the parts run."""
+    """Machines, devices and placement."""
 
     num_nodes: Annotated[PositiveInt, WORKERS] = Field(
-        default=1, le=10_000, description="machines; more than one needs launcher ray"
+        default=1, le=10_000, description="number of machines; more than one needs launcher ray"
     )
     launcher: Annotated[str, NameOf(LAUNCHERS, "for_runs"), WORKERS] = Field(
         default="process",
-        description="how actor and rollout processes are started; ray: as Ray actors, except for the main process",
+        description="launcher of actor and rollout processes; ray: as Ray actors, except for the main process",
     )
     ray_address: Annotated[
         str | None,
         AppliesIf("launcher.many_machines", reason="the launcher starts processes on this machine only"),
         WORKERS,
-    ] = Field(default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here")
+    ] = Field(
+        default=None, description="address of a Ray cluster, or auto for the one on this machine; null starts one here"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="of the policy; auto takes a GPU if there is one"
+        default="auto", description="device of the policy; auto uses a GPU if there is one"
     )
     num_threads: PositiveInt | None = Field(
-        default=None, description="torch threads of the policy; null takes all cores"
+        default=None, description="torch threads of the policy; null uses all cores"
     )
     hardware: Annotated[HardwareConfig, AppliesIf("cluster.hardware.name")] = Field(
-        default=HardwareConfig(), description="machines that are described instead of looked at"
+        default=HardwareConfig(), description="machines described here instead of detected"
     )
     node_groups: Annotated[tuple[NodeGroupConfig, ...], WORKERS] = Field(
-        default=(), description="machines with a name of their own"
+        default=(), description="named groups of machines"
     )
     component_placement: dict[str, GroupRanks] = Field(
         default={"actor,rollout,env": "all"},
@@ -75,7 +79,8 @@ class ClusterConfig(Section):
     )
     placement: Literal["given", "auto"] = Field(
         default="given",
-        description="given: component_placement; auto: one that fills the cluster, which `embodrl plan train` explains",
+        description="given: component_placement; auto: a placement that fills the cluster, which `embodrl plan train`"
+        " explains",
     )
     training_share: Annotated[
         float, AppliesIf("cluster.placement", ("auto",)), AppliesIf("runner.max_staleness"), WORKERS
@@ -83,19 +88,19 @@ class ClusterConfig(Section):
         default=0.5,
         gt=0,
         lt=1,
-        description="training's part of the work of an asynchronous run, for placement=auto: in a run on one device"
+        description="training's share of the work of an asynchronous run, for placement=auto: on one device,"
         " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
     )
     heartbeat_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=20.0,
         description="seconds without a heartbeat after which a process that is stopped, or uses neither processor nor"
-        " disk, counts as hung: it is killed, and restarted where that is possible",
+        " disk, counts as hung: it is killed, and restarted where possible",
     )
     stall_timeout_s: Annotated[
         PositiveFloat, AppliesIf("deployment.has_processes", reason="the main process acts and trains"), WORKERS
     ] = Field(
         default=600.0,
-        description="seconds that a call to an actor or rollout process may use neither processor nor disk",
+        description="seconds for which a call to an actor or rollout process may use neither processor nor disk",
     )
     collective_timeout_s: Annotated[
         PositiveFloat,
@@ -103,9 +108,10 @@ class ClusterConfig(Section):
         WORKERS,
     ] = Field(
         default=300.0,
-        description="seconds that a training process waits for the others in a collective call (fsdp, megatron)",
+        description="seconds for which a training process waits for the others in a collective call (fsdp, megatron)",
     )
     restart_window_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=3600.0,
-        description="restarts that lie further back do not count towards max_restarts of env, rollout and actor",
+        description="restarts longer ago than this many seconds do not count towards max_restarts of env, rollout and"
+        " actor",
     )

@@ -35,11 +35,11 @@ WIDENED: Mapping[str, type[Section]] = {
     "serve": ServeConfig,
     "cluster": ClusterConfig,
 }
-"""Sections that have further ones, of estimators and losses, engines, protocols and launchers."""
+"""Sections extended by those of estimators and losses, engines, protocols and launchers."""
 
 
 class Config(Section):
-    """A whole run."""
+    """Configuration of a run."""
 
     env: SerializeAsAny[EnvConfig] = Field(
         default_factory=lambda: env_settings(DEFAULT_ENV)(), description="simulator and tasks"
@@ -78,12 +78,12 @@ class Config(Section):
     )
     protocol: Annotated[str | None, EPISODES] = Field(
         default=None,
-        description="a name of `embodrl list protocols`: settings of a published evaluation, which win over presets and"
-        " defaults and give way to yours; null for none",
+        description="a name from `embodrl list protocols`: settings of a published evaluation, which override presets"
+        " and defaults, but not your own settings; null for none",
     )
     axes: Annotated[str | None, ReadBy("eval")] = Field(
         default=None,
-        description="evaluate on perturbed episodes, too: all, or names of `embodrl list axes` separated by commas",
+        description="also evaluate on perturbed episodes: all, or names from `embodrl list axes`, separated by commas",
     )
     extensions: tuple[str, ...] = Field(
         default=(), description="modules imported first, which may register models and environments"
@@ -91,42 +91,42 @@ class Config(Section):
 
     @property
     def chosen_axes(self) -> tuple[str, ...]:
-        """The names in ``axes``; those that the tasks have for ``all``."""
+        """Names in ``axes``; all axes of the tasks for ``all``."""
         if self.axes == "all":
             return tuple(ENVS.entry(self.env.env_type).axes_of(self.env.tasks))
         return tuple(dict.fromkeys(name.strip() for name in self.axes.split(","))) if self.axes is not None else ()
 
     @property
     def recomputes_logprobs(self) -> bool:
-        """The log-probs of all chunks come from the engine that trains."""
+        """Whether the training engine recomputes the log-probs of all chunks."""
         wanted = self.algorithm.recompute_logprobs
         return self.rollout.backend != "native" if wanted == "auto" else wanted
 
     @property
     def needs_proximal(self) -> bool:
-        """A rollout needs log-probs by the engine that trains, under the weights that its update begins with."""
+        """Whether a rollout needs log-probs by the training engine, under the weights at the start of its update."""
         return self.algorithm.decoupled.needs_proximal or self.recomputes_logprobs
 
     @property
     def evaluated(self) -> Config:
-        """The configuration that evaluations play, with what ``env.eval`` says otherwise; itself if nothing differs."""
+        """Configuration of evaluations, with the overrides in ``env.eval``; itself if there are none."""
         env = self.env.evaluated()
         return self if env is self.env else self.model_copy(update={"env": env})
 
     @property
     def rollout_chunks(self) -> int:
-        """Chunks of an environment in a rollout, its steps rounded up to whole chunks."""
+        """Chunks per environment and rollout; steps are rounded up to whole chunks."""
         return -(-self.env.train.max_steps_per_rollout_epoch // self.model.num_action_chunks)
 
     @property
     def branch_chunks(self) -> int:
-        """The most chunks that the first environment of a group plays before all begin there."""
+        """Maximum chunks that a group's first environment plays before the group branches."""
         limit = self.algorithm.branch.max_chunks
         return -(-self.env.max_episode_steps // self.model.num_action_chunks) - 1 if limit is None else limit
 
     @classmethod
     def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
-        """As pydantic's; the configuration has the further sections of verbs that the text has."""
+        """Validate JSON like pydantic, including the optional sections of verbs that it contains."""
         found = json.loads(json_data)
         further = present_in("", cast(dict[str, object], found), cls) if isinstance(found, dict) else {}
         made = with_sections(cls, further)
@@ -135,12 +135,12 @@ class Config(Section):
     @field_validator("env", "model", *WIDENED, mode="before")
     @classmethod
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
-        """Validate a section that depends on its type, or on what is chosen, with the settings of that."""
+        """Validate a section whose class depends on its type or on other choices."""
         if not isinstance(value, dict):
             return value
         section = cast(dict[str, object], value)
         settings = section_class(info.field_name or "", section)
-        # in JSON mode lists become tuples, although types are strict
+        # JSON mode converts lists to tuples even with strict types
         return (
             settings.model_validate_json(json.dumps(section))
             if info.mode == "json"
@@ -159,13 +159,13 @@ def section_class(name: str, section: Mapping[str, object]) -> type[Section]:
 
 
 def algorithm_of(text: str) -> AlgorithmConfig:
-    """Return the section ``algorithm`` that ``model_dump_json`` wrote, with that of its estimator and loss."""
+    """Return section ``algorithm`` from ``model_dump_json``, with the sections of its estimator and loss."""
     return cast(AlgorithmConfig, section_class("algorithm", json.loads(text)).model_validate_json(text))
 
 
 @lru_cache(maxsize=64)
 def config_class(**sections: type[Section]) -> type[Config]:
-    """Return the class of a configuration whose sections of these names are of these classes."""
+    """Return a configuration class whose named sections have the given classes."""
     fields: dict[str, Any] = {}
     for name, cls in sections.items():
         info = Config.model_fields[name]
@@ -176,11 +176,7 @@ def config_class(**sections: type[Section]) -> type[Config]:
 
 
 def schema_for(values: Mapping[str, object]) -> type[Config]:
-    """Return the schema of a configuration with these values; the common settings of a simulator or model unknown.
-
-    Args:
-        values: of the sections, as from YAML; what is wrong with them is not looked at.
-    """
+    """Return the schema for unvalidated section values; unknown simulators and models have common settings."""
     sections = {name: values.get(name) for name in ("env", "model", *WIDENED)}
     mappings = {
         name: cast(dict[str, object], section) if isinstance(section, dict) else {}
@@ -191,5 +187,5 @@ def schema_for(values: Mapping[str, object]) -> type[Config]:
 
 
 def defaults_of(config: Config) -> Config:
-    """Return the defaults of a configuration with this simulator and model, and with the same further sections."""
+    """Return the defaults for the simulator, model and optional sections of a configuration."""
     return type(config)(**{name: type(getattr(config, name))() for name in ("env", "model", *WIDENED)})

@@ -26,7 +26,7 @@ from embodrl.specs import DEFAULT_ENV, ENVS
 
 
 class CameraConfig(Section):
-    """A camera of the simulator that the policy sees."""
+    """A simulator camera whose images the policy sees."""
 
     name: str = Field(default="base_camera", description="camera name in the simulator")
     height: PositiveInt = Field(default=64, description="pixels")
@@ -38,12 +38,12 @@ class CameraConfig(Section):
         default=None, description="camera position in metres; null keeps the task's own"
     )
     target: tuple[float, float, float] | None = Field(
-        default=None, description="point looked at, in metres; goes with eye"
+        default=None, description="look-at point in metres; set together with eye"
     )
 
 
 class EnvTrainConfig(Section):
-    """Environments that gather experience."""
+    """Environments of training rollouts."""
 
     total_num_envs: Annotated[PositiveInt, ReadBy("train", "collect", "record", "store")] = Field(
         default=32, le=1_000_000, description="environments over all processes"
@@ -52,37 +52,37 @@ class EnvTrainConfig(Section):
         default=100, description="environment steps per environment and rollout epoch, rounded up to whole chunks"
     )
     auto_reset: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
-        default=True, description="start a new episode when one has ended, at the end of its chunk"
+        default=True, description="start a new episode when one ends, at the end of its chunk"
     )
     ignore_terminations: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
         default=False, description="only the step limit ends an episode"
     )
     use_fixed_reset_state_ids: bool = Field(
         default=False,
-        description="every rollout starts from the same initial states (seeds and tasks) instead of fresh ones",
+        description="start every rollout from the same initial states (seeds and tasks) instead of fresh ones",
     )
-    seed: Seed = Field(default=0, description="reset seeds are drawn from it, runner.seed and the iteration")
+    seed: Seed = Field(default=0, description="base of the reset seeds, together with runner.seed and the iteration")
 
 
 class EnvEvalConfig(Section):
-    """Environments that measure the policy on fixed seeds."""
+    """Environments of evaluations, on fixed seeds."""
 
     tasks: tuple[str, ...] | None = Field(
-        default=None, description="tasks of evaluations, e.g. held-out ones; null takes env.tasks", min_length=1
+        default=None, description="evaluation tasks, e.g. held-out ones; null uses env.tasks", min_length=1
     )
     max_episode_steps: PositiveInt | None = Field(
-        default=None, description="step limit of evaluations; null takes env.max_episode_steps"
+        default=None, description="step limit of evaluations; null uses env.max_episode_steps"
     )
     settings: dict[str, bool | int | float | str] = Field(
         default={},
-        description="the simulator's own settings that evaluations have instead of those of env, e.g. {suite:"
-        " libero_10}; `embodrl list envs` shows which there are",
+        description="simulator-specific settings that evaluations use instead of those in env, e.g. {suite:"
+        " libero_10}; see `embodrl list envs`",
     )
     total_num_envs: Annotated[PositiveInt, ReadBy("eval", "sft", "store")] = Field(
         default=32,
         le=1_000_000,
-        description="environments over all processes in `embodrl eval` and `sft`; `train` evaluates in those of"
-        " env.train",
+        description="environments over all processes in `embodrl eval` and `sft`; `train` evaluates in the"
+        " environments of env.train",
     )
     num_episodes: Annotated[PositiveInt, EPISODES] = Field(
         default=128, le=10_000_000, description="episodes per evaluation, spread evenly over the tasks"
@@ -92,12 +92,12 @@ class EnvEvalConfig(Section):
     )
     decoding: Literal["all", "greedy", "sampled", "mean"] = Field(
         default="all",
-        description="how the policy's actions are chosen: greedy: the most probable; sampled: drawn, as in training;"
-        " mean: nearest to the mean (openvla, openvla_oft); all: the same episodes by each that the policy has, greedy"
+        description="how actions are chosen: greedy: the most probable; sampled: as in training; mean: nearest to the"
+        " mean (openvla, openvla_oft); all: the same episodes with every decoding that the policy supports, greedy"
         " first",
     )
     to_step_limit: bool = Field(
-        default=False, description="continue after a success until the step limit, to see whether it lasts"
+        default=False, description="continue after a success until the step limit, to check whether it lasts"
     )
 
 
@@ -106,66 +106,66 @@ class VideoConfig(Section):
 
     enabled: bool = Field(default=True, description="write videos of the last evaluation")
     every_eval: Annotated[bool, RL] = Field(
-        default=False, description="write videos of every evaluation, not only of the last"
+        default=False, description="write videos of every evaluation, not only of the last one"
     )
-    num_episodes: PositiveInt = Field(default=6, description="episodes filmed, the first ones of the fixed seeds")
+    num_episodes: PositiveInt = Field(default=6, description="recorded episodes, the first ones of the fixed seeds")
     height: PositiveInt = Field(default=256, description="pixels")
     width: PositiveInt = Field(default=256, description="pixels")
     fps: PositiveInt | None = Field(
         default=None,
-        description="frames per second, of which each step gives one; null is the simulator's own rate of control: 20"
-        " of ManiSkill and LIBERO, 80 of Meta-World, and what an environment of Gymnasium tells",
+        description="frames per second, one frame per step; null is the simulator's control rate: 20 for ManiSkill"
+        " and LIBERO, 80 for Meta-World, and the rate that a Gymnasium environment declares",
     )
 
 
 class EnvConfig(Section):
-    """Simulator, tasks and how they are run: what all simulators share.
+    """Simulator, tasks and processes: the settings shared by all simulators.
 
     A simulator with settings of its own derives a class from this one, adds fields with defaults, and names the class
     in its spec; what it adds is validated like the rest and passed to its VectorEnv.
     """
 
-    env_type: str = Field(default=DEFAULT_ENV, description="a name of `embodrl list envs`")
+    env_type: str = Field(default=DEFAULT_ENV, description="simulator: a name from `embodrl list envs`")
     tasks: tuple[str, ...] = Field(
-        default=("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
+        default=("PushCube-v1",), description="tasks; several form a language-conditioned mix", min_length=1
     )
     max_episode_steps: Annotated[PositiveInt, EPISODES] = Field(
         default=50, description="environment steps after which an episode is truncated"
     )
     reward_mode: Annotated[Literal["dense_delta", "potential", "dense", "sparse"], EPISODES] = Field(
         default="dense_delta",
-        description="dense: the simulator's own reward; dense_delta: its change from step to step; potential: that"
-        " with algorithm.gamma on what comes later, per reward step, and 0 after the end, which leaves the best policy"
-        " what it is without; sparse: none; each plus success_bonus",
+        description="dense: the simulator's own reward; dense_delta: its change from step to step; potential: gamma *"
+        " next - current dense reward (algorithm.gamma per reward step; next is 0 after the end), which leaves the"
+        " optimal policy unchanged; sparse: none; each plus success_bonus",
     )
     success_bonus: Annotated[NonNegativeFloat, EPISODES] = Field(
         default=1.0, description="reward at the first success of an episode"
     )
     cameras: tuple[CameraConfig, ...] = Field(
-        default=(CameraConfig(),), description="what the policy sees", min_length=1
+        default=(CameraConfig(),), description="cameras that the policy sees", min_length=1
     )
     include_state: bool = Field(
         default=False, description="add robot joint positions and velocities to the observation"
     )
     state: Literal["proprio", "full"] = Field(
         default="proprio",
-        description="what include_state adds; full: also what the simulator alone knows, such as the poses of objects"
-        " and goals (libero, maniskill, metaworld, toy), for baselines: a robot has no such sensors",
+        description="content of the state; full: also quantities known only to the simulator, such as the poses of"
+        " objects and goals (libero, maniskill, metaworld, toy), for baselines: a robot has no such sensors",
     )
     include_images: bool = Field(
         default=True,
-        description="false: nothing is drawn and pictures are black, for policies that read the state alone",
+        description="false: images are not rendered but black, for policies that read only the state",
     )
     render_detail: Annotated[Literal["auto", "full", "fast"], EPISODES] = Field(
         default="auto",
-        description="fast leaves out shadows, reflections, anti-aliasing and most triangles of large meshes (ManiSkill:"
-        " 95 % of the robot's triangles and nearly all of the ground's); full draws as the simulator does; auto is fast"
-        " where a CPU draws",
+        description="fast omits shadows, reflections, anti-aliasing and most triangles of large meshes (ManiSkill: 95"
+        " % of the robot's triangles and nearly all of the ground's); full renders as the simulator does; auto is"
+        " fast if a CPU renders",
     )
     num_processes: Annotated[PositiveInt, EPISODES] = Field(
         default=2,
         le=100_000,
-        description="simulator processes (EnvManagers); auto measures at the first start which number is fastest, and"
+        description="simulator processes (EnvManagers); auto measures the fastest number at the first start, and"
         " keeps the result",
     )
     pin_cpus: Annotated[bool, EPISODES] = Field(
@@ -173,32 +173,34 @@ class EnvConfig(Section):
     )
     enable_offload: Annotated[bool, RL] = Field(
         default=False,
-        description="free the simulators while the policy trains; their states are kept, and they come back bit-exact",
+        description="free the simulators while the policy trains; their states are kept and restored bit-exact",
     )
     offload_level: Annotated[Literal["process", "simulator"], AppliesIf("env.enable_offload"), RL] = Field(
         default="process",
-        description="process: end the simulator processes, which frees all of their memory; simulator: only what the"
-        " simulators hold, which comes back sooner",
+        description="process: end the simulator processes, which frees all of their memory; simulator: free only the"
+        " simulators' own memory, which is faster to restore",
     )
     python: Annotated[PathText | None, EPISODES] = Field(
         default=None,
-        description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
-        " there is one; null is this one",
+        description="interpreter of the simulator processes; auto is the one of `embodrl env install`, if it exists;"
+        " null is the current one",
     )
     remote: tuple[str, ...] = Field(
         default=(),
-        description="`embodrl env serve` on other machines, tcp://HOST:PORT, ..., which run the simulator processes in"
-        " turn; their token stands in the environment variable EMBODRL_TOKEN. Empty: they run here",
+        description="`embodrl env serve` on other machines, tcp://HOST:PORT, ..., which run the simulator processes"
+        " in turn; their token is read from the environment variable EMBODRL_TOKEN. Empty: run the processes here",
     )
     reconnect_timeout_s: Annotated[PositiveFloat, AppliesIf("env.remote")] = Field(
         default=60.0,
         le=3600,
-        description="seconds that the connection to env.remote may be away before its simulator counts as dead",
+        description="seconds that the connection to env.remote may be down before its simulator counts as dead",
     )
     start_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=180.0, description="time limit for starting a process, in seconds"
     )
-    reset_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(default=60.0, description="seconds a reset may take")
+    reset_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
+        default=60.0, description="time limit for a reset, in seconds"
+    )
     step_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=60.0, description="time limit for a chunk, in seconds"
     )
@@ -208,19 +210,19 @@ class EnvConfig(Section):
         " chunks from one environment",
     )
     max_abs_reward: Annotated[PositiveFloat, EPISODES] = Field(
-        default=1e6, description="a reward beyond it, or NaN, counts as a fault of the simulator"
+        default=1e6, description="largest valid reward; a larger one, or NaN, counts as a simulator fault"
     )
     max_abs_state: Annotated[PositiveFloat, EPISODES] = Field(
-        default=1e6, description="the same of each number of the robot's state; see include_state"
+        default=1e6, description="largest valid number in the robot's state, likewise; see include_state"
     )
     real_time: Annotated[RealTimeConfig, AppliesIf("env.real_time.control_hz"), EPISODES] = Field(
-        default=RealTimeConfig(), description="wall-clock time: of a robot, and of a simulator that stands in for one"
+        default=RealTimeConfig(), description="wall-clock time, for robots and simulated robots"
     )
     train: Annotated[EnvTrainConfig, RL] = Field(
-        default=EnvTrainConfig(), description="environments that gather experience"
+        default=EnvTrainConfig(), description="environments of training rollouts"
     )
     eval: Annotated[EnvEvalConfig, EVALUATION] = Field(
-        default=EnvEvalConfig(), description="environments that measure the policy"
+        default=EnvEvalConfig(), description="environments of evaluations"
     )
     video: Annotated[VideoConfig, AppliesIf("env.video.enabled"), ReadBy("train", "eval")] = Field(
         default=VideoConfig(), description="evaluation videos"
@@ -228,14 +230,14 @@ class EnvConfig(Section):
 
     @property
     def own_settings(self) -> frozenset[str]:
-        """The names of the settings that this simulator adds to those of all."""
+        """Names of the simulator-specific settings."""
         return frozenset(type(self).model_fields) - frozenset(EnvConfig.model_fields)
 
     def evaluated(self) -> Self:
-        """Return the section as evaluations play it, with what ``eval`` says otherwise; itself where nothing differs.
+        """Return the section with the overrides in ``eval``; itself if there are none.
 
         Raises:
-            ValidationError: ``eval.settings`` has a name or a value that this simulator's settings do not have.
+            ValidationError: ``eval.settings`` has a name or value that this simulator does not accept.
         """
         other = self.eval
         if other.tasks is None and other.max_episode_steps is None and not other.settings:

@@ -1,4 +1,4 @@
-"""Sections of optional features and other packages: a configuration has those whose keys it has."""
+"""Sections of optional features and other packages, present only where the configuration has keys of them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ CHOSEN_BY = {
     "cluster": ("launcher",),
     "model": ("small_actor.kind",),
 }
-"""Section with further ones -> its keys that name those in use."""
+"""Extensible section -> its keys that name the sections in use."""
 BY_NAME = {"serve": SERVE_PROTOCOLS, "cluster": LAUNCHERS, "model": SMALL_ACTORS}
-"""Section -> the registry whose entries bring sections of their names."""
+"""Section -> registry whose entries bring sections of their names."""
 
 
 def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
-    """Return the classes of those sections, of these names, that a registered part brings.
+    """Return the section classes that registered parts bring for the given names.
 
     Args:
-        path: of the section that they are in; "" for the whole configuration.
-        names: of keys, of which others are left out.
+        path: parent section; "" for the whole configuration.
+        names: names of keys; unknown ones are skipped.
     """
     wanted = list(names)
     if path == "":
@@ -51,10 +51,10 @@ def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
 
 
 def _sections_of_functions(wanted: Iterable[str]) -> dict[str, object]:
-    """Return the settings by section; a name is that of a function, or of a section that several functions share."""
+    """Return section -> settings; a name is a function's, or a section's that several functions share."""
     found: dict[str, object] = {}
     for name in wanted:
-        # Not ``in functions``, which would import what is given as module:function.
+        # Not ``in functions``, which would import a module:function.
         specs = [functions.entry(name) for functions in (ADVANTAGES, LOSSES) if name in functions.names()]
         specs = specs or [spec for spec in LOSSES.all() if spec.section == name]
         found |= {spec.section or spec.name: spec.settings for spec in specs if spec.settings is not None}
@@ -64,9 +64,9 @@ def _sections_of_functions(wanted: Iterable[str]) -> dict[str, object]:
 def _class_of(name: str, section: object) -> type[Section]:
     try:
         found: object = import_object(section) if isinstance(section, str) else section
-    except Exception as error:  # a package of somebody else may raise anything when it is imported
+    except Exception as error:  # third-party packages may raise anything on import
         raise EmbodrlError(
-            f"the settings of '{name}' can't be imported from {section}: {type(error).__name__}: {error}",
+            f"the settings of '{name}' can't be imported from  {section}: {type(error).__name__}: {error}",
             "fix or uninstall the package that declares them",
             code="entry-point-broken",
         ) from error
@@ -80,7 +80,7 @@ def _class_of(name: str, section: object) -> type[Section]:
 
 
 def present_in(path: str, section: Mapping[str, object], base: type[Section]) -> dict[str, type[Section]]:
-    """Return the further sections of a mapping: those that it has keys for, and those in use."""
+    """Return the optional sections of a mapping: those with keys, and those in use."""
     names = [name for name in section if name not in base.model_fields]
     for chosen in (_value_at(section, key) for key in CHOSEN_BY.get(path, ())):
         items = cast(Iterable[object], chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
@@ -89,7 +89,6 @@ def present_in(path: str, section: Mapping[str, object], base: type[Section]) ->
 
 
 def _value_at(section: Mapping[str, object], key: str) -> object:
-    """Return the value of a dotted key; None if there is none."""
     *parents, last = key.split(".")
     for name in parents:
         below = section.get(name)
@@ -100,7 +99,7 @@ def _value_at(section: Mapping[str, object], key: str) -> object:
 
 
 def with_sections(base: type[S], sections: Mapping[str, type[Section]]) -> type[S]:
-    """Return the class with further sections, each with its defaults; ``base`` itself if there are none."""
+    """Return the class extended by the given sections with their defaults; ``base`` itself if there are none."""
     return _with_sections(base, tuple(sorted(sections.items()))) if sections else base
 
 
@@ -114,6 +113,6 @@ def _with_sections(base: type[S], sections: tuple[tuple[str, type[Section]], ...
 
 
 def section_in(section: Section, name: str, cls: type[S]) -> S:
-    """Return a further section of one; its defaults where the configuration has no keys of it."""
+    """Return an optional subsection; its defaults if the configuration has no keys of it."""
     found = getattr(section, name, None)
     return found if isinstance(found, cls) else cls()

@@ -1,4 +1,4 @@
-"""Which verbs read a setting, as the schema says with ``ReadBy``."""
+"""Verbs that read a setting, as declared in the schema with ``ReadBy``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from embodrl.config.schema.section import ReadBy, Section
 from embodrl.specs import VERBS
 
 Verb = str
-"""Name of a verb with a configuration, as ``ReadBy`` has it, or of ``embodrl.specs.VERBS``."""
+"""Name of a verb with a configuration, as in ``ReadBy`` or ``embodrl.specs.VERBS``."""
 
 
 @cache
 def readers(key: str, schema: type[Section] = Config) -> frozenset[str] | None:
-    """Return the verbs that read a key or a part of it, by the innermost declaration; None for all of them.
+    """Return the verbs that read a key or a part of it, by the innermost declaration; None for all.
 
     Args:
-        key: dotted; of the further sections of verbs, too.
-        schema: of the configuration, which knows what simulators, models and engines add.
+        key: dotted key, also in the optional sections of verbs.
+        schema: schema of the configuration, including additions of simulators, models and engines.
     """
     name, _, _ = key.partition(".")
     owners = () if name in Config.model_fields else (spec.name for spec in VERBS.all() if name in spec.sections)
@@ -42,7 +42,7 @@ def reads(verb: Verb | None, key: str, schema: type[Section] = Config) -> bool:
     if named is None or verb in named:
         return True
     spec = VERBS.entry(verb) if verb in VERBS else None
-    # A verb of another package that says nothing may read anything.
+    # A third-party verb that declares nothing may read anything.
     is_open = spec is not None and not spec.reads_as and verb not in VERBS.builtin
     return is_open or (spec is not None and spec.reads_as in named)
 

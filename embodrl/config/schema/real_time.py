@@ -1,4 +1,4 @@
-"""Section ``env.real_time``: a robot's clock, its limits, and what a simulated robot lacks of a perfect one."""
+"""Section ``env.real_time``: a robot's clock and limits, and the imperfections of a simulated robot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EACH = "; one number for all dimensions or one for each, null for no limit"
 
 
 class SafetyConfig(Section):
-    """Limits of the commands that reach the robot, in its own units (of a simulator: -1 to 1)."""
+    """Limits of the robot commands, in the robot's units (for simulators: -1 to 1)."""
 
     low: tuple[float, ...] | None = Field(default=None, description="lowest command" + _EACH)
     high: tuple[float, ...] | None = Field(default=None, description="highest command" + _EACH)
@@ -28,42 +28,42 @@ class SafetyConfig(Section):
 
 
 DEVICES = ("keyboard", "spacemouse")
-"""What a person corrects a policy with."""
+"""Devices with which a person corrects a policy."""
 
 
 class RealTimeConfig(Section):
-    """A robot acts in wall-clock time, simulated or not; with control_hz=null there is no clock."""
+    """Wall-clock control of a real or simulated robot; with control_hz=null there is no clock."""
 
     control_hz: PositiveFloat | None = Field(
         default=None,
-        description="commands per second: each waits for its time; null: no clock, environments step as fast as they"
-        " can",
+        description="commands per second, each sent on time; null: no clock, environments step as fast as they can",
     )
     speed: PositiveFloat = Field(
-        default=1.0, description="of a simulated robot's clock: 2 is twice as fast as wall-clock time"
+        default=1.0, description="clock of a simulated robot relative to wall-clock time: 2 is twice as fast"
     )
     latency_s: NonNegativeFloat = Field(
-        default=0.0, description="age of a simulated robot's observations when the policy gets them, in its time"
+        default=0.0, description="age of a simulated robot's observations when the policy gets them, in simulated time"
     )
     dropped_frames: Decay = Field(
-        default=0.0, description="fraction of a simulated robot's pictures that are lost: the last one is seen again"
+        default=0.0, description="fraction of a simulated robot's images that are lost; the last image is repeated"
     )
     state_noise: NonNegativeFloat = Field(
-        default=0.0, description="standard deviation of the noise in a simulated robot's state"
+        default=0.0, description="standard deviation of the noise on a simulated robot's state"
     )
     action_noise: NonNegativeFloat = Field(
-        default=0.0, description="standard deviation of the noise in what a simulated robot does, of actions -1 to 1"
+        default=0.0,
+        description="standard deviation of the noise on a simulated robot's executed actions, which range from -1 to 1",
     )
-    seed: Seed = Field(default=0, description="of noise and dropped pictures, with the seed of the episode")
+    seed: Seed = Field(default=0, description="seed of noise and dropped images, combined with the seed of the episode")
     max_dropped_frames: PositiveInt = Field(
-        default=10, description="observations in a row that a robot may fail to give before the run ends"
+        default=10, description="consecutive observations that a robot may fail to return before the run ends"
     )
     wait_for_person: bool = Field(
-        default=False, description="an episode begins when a person says that the scene is ready; see control_dir"
+        default=False, description="start an episode when a person signals that the scene is ready; see control_dir"
     )
     control_dir: PathText | None = Field(
         default=None,
-        description="directory in which a person, a button or a script makes files for the robot: stop and pause hold"
-        " while they are there; ready, success and failure count once",
+        description="directory of control files for the robot, created by a person, a button or a script: stop and"
+        " pause apply as long as they exist; ready, success and failure once",
     )
     safety: SafetyConfig = Field(default=SafetyConfig(), description="limits of the commands")

@@ -25,41 +25,41 @@ from embodrl.config.schema.section import (
 
 
 class RewardConfig(Section):
-    """Rewards by a function of the user's, or by a model that was trained for it."""
+    """Rewards from a user's function, or from a trained reward model."""
 
     fn: str | None = Field(
-        default=None, description="module:function, sync or async, from an episode to its reward; null for none"
+        default=None, description="module:function, sync or async, that maps an episode to its reward; null for none"
     )
     model: PathText | None = Field(
-        default=None, description="directory of `embodrl reward train`, whose model pays episodes; null for none"
+        default=None, description="directory of `embodrl reward train`, whose model rewards episodes; null for none"
     )
     timeout_s: PositiveFloat = Field(default=15.0, description="time limit for a call, in seconds")
-    retries: NonNegativeInt = Field(default=2, description="further attempts after a call that failed or took too long")
-    max_concurrency: PositiveInt = Field(default=16, description="calls at the same time")
+    retries: NonNegativeInt = Field(default=2, description="further attempts after a call that failed or timed out")
+    max_concurrency: PositiveInt = Field(default=16, description="concurrent calls")
     on_error: Literal["drop", "raise"] = Field(
-        default="drop", description="drop: an episode without a reward is not trained on, and counted; raise: stop"
+        default="drop", description="drop: exclude an episode without a reward from training, and count it; raise: stop"
     )
 
     @property
     def judged(self) -> bool:
-        """Each episode is judged by a function or a model."""
+        """Whether a function or a model judges each episode."""
         return self.fn is not None or self.model is not None
 
 
 class PipelineConfig(Section):
-    """The graph that an iteration walks."""
+    """The graph of an iteration."""
 
     name: str | None = Field(
         default=None,
-        description="a name of `embodrl list pipelines`; null takes the one that the loss learns with",
+        description="a name from `embodrl list pipelines`; null uses the loss's own pipeline",
     )
     fn: str | None = Field(
-        default=None, description="custom module:function, from the configuration to a Pipeline; null for none"
+        default=None, description="custom module:function that maps the configuration to a Pipeline; null for none"
     )
 
 
 class LoggerConfig(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Destinations of metrics besides metrics.jsonl."""
 
     tensorboard: Annotated[bool, TRAINING] = Field(default=True, description="write DIR/tensorboard")
     wandb_mode: Annotated[Literal["off", "offline", "online"], TRAINING] = Field(
@@ -69,12 +69,12 @@ class LoggerConfig(Section):
         default="embodrl", description="W&B project"
     )
     console: Literal["auto", "rich", "plain", "off"] = Field(
-        default="auto", description="auto is rich on a terminal and plain lines elsewhere"
+        default="auto", description="auto: rich on a terminal, plain lines elsewhere"
     )
 
 
 class RunnerConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     name: Annotated[str, AppliesIf("runner.output_dir", ("auto",)), RL] = Field(
         default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>"
@@ -82,30 +82,32 @@ class RunnerConfig(Section):
     output_dir: Annotated[PathText, ReadBy("train", "eval")] = Field(
         default="auto", description="directory of the run; auto is outputs/<name>"
     )
-    max_iterations: Annotated[PositiveInt, RL] = Field(default=40, le=10_000_000, description="rollout + update cycles")
+    max_iterations: Annotated[PositiveInt, RL] = Field(
+        default=40, le=10_000_000, description="rollout and update cycles"
+    )
     fit_batches: Annotated[bool, RL] = Field(
         default=False,
-        description="lower actor.global_batch_size and micro_batch_size, where they are not given, to the largest"
-        " that divide a rollout",
+        description="lower actor.global_batch_size and micro_batch_size, where unset, to the largest values that"
+        " divide a rollout",
     )
     max_staleness: Annotated[NonNegativeInt, RL] = Field(
         default=0,
-        description="updates that rollouts may run ahead: 0 takes turns, 1 runs the next rollout while training, more"
-        " let rollouts run freely; best with algorithm.decoupled",
+        description="updates by which rollouts may run ahead: 0 alternates rollouts and training, 1 runs the next"
+        " rollout during training, more lets rollouts run freely; best with algorithm.decoupled",
     )
     seed: Annotated[Seed, POLICY] = Field(default=0, description="global random seed")
     eval_interval: Annotated[NonNegativeInt, RL] = Field(
-        default=10, description="iterations between evaluations; 0 for none; the last one always counts"
+        default=10, description="iterations between evaluations; 0 for none; the last iteration is always evaluated"
     )
     eval_at_start: Annotated[bool, RL] = Field(default=True, description="evaluate before the first update")
     eval_async: bool = Field(
         default=False,
-        description="evaluate beside training, in a process with its own simulators and a copy of the policy; the next"
-        " evaluation waits for the one before. Same figures as false, later",
+        description="evaluate in parallel with training, in a process with its own simulators and a copy of the"
+        " policy; the next evaluation waits for the previous one. Same results as false, only later",
     )
     stop_at_success: Annotated[
         Fraction | None,
-        AppliesIf("runner.eval_interval", reason="with runner.eval_interval 0 the last iteration alone is evaluated"),
+        AppliesIf("runner.eval_interval", reason="with runner.eval_interval 0 only the last iteration is evaluated"),
     ] = Field(
         default=None,
         description="success rate of evaluations at which a run ends early, as a finished one; null for never",
@@ -115,29 +117,30 @@ class RunnerConfig(Section):
     )
     max_regression: Fraction | None = Field(
         default=None,
-        description="a run fails, with exit code 1 and a checkpoint, when an evaluation's success rate is further below"
-        " the best before it; null for never",
+        description="a run fails, with exit code 1 and a checkpoint, if an evaluation's success rate is lower than"
+        " the previous best by more than this; null for never",
     )
     save_interval: Annotated[PositiveInt, RL] = Field(
-        default=10, description="iterations between checkpoints; the last one is always saved"
+        default=10, description="iterations between checkpoints; the last iteration is always saved"
     )
     stop_timeout_s: PositiveFloat = Field(
         default=10.0,
         description="seconds without progress after SIGTERM, SIGINT or SIGHUP until the run ends without saving; an"
-        " update that advances is finished, and a checkpoint that is being written is completed",
+        " advancing update is finished, and a checkpoint being written is completed",
     )
     checkpoint_format: Literal["auto", "full", "sharded"] = Field(
         default="auto",
-        description="full: the main process writes whole tensors; sharded: every training process writes what it holds"
-        " (torch.distributed.checkpoint); auto is sharded with several training processes. Any resumes from either",
+        description="full: the main process writes whole tensors; sharded: every training process writes its own"
+        " shard (torch.distributed.checkpoint); auto is sharded with several training processes. Runs resume from"
+        " either",
     )
     keep_last_n: PositiveInt = Field(default=2, description="checkpoints kept")
     keep_best: bool = Field(
         default=True,
-        description="export the policy with the best evaluation to policy_best, and keep the checkpoint of that"
+        description="export the policy with the best evaluation to policy_best, and keep the checkpoint of its"
         " iteration, if one was saved (checkpoints/best), beyond keep_last_n",
     )
-    logger: Annotated[LoggerConfig, EPISODES] = Field(default=LoggerConfig(), description="where metrics go")
+    logger: Annotated[LoggerConfig, EPISODES] = Field(default=LoggerConfig(), description="destinations of metrics")
 
 
 class CollectConfig(Section):
@@ -148,18 +151,18 @@ class CollectConfig(Section):
     )
     format: Annotated[Literal["lerobot", "raw"], ReadBy("collect", "record")] = Field(
         default="lerobot",
-        description="lerobot: a LeRobot dataset (v3.0), of parquet and MP4 files; raw: safetensors, every pixel",
+        description="lerobot: a LeRobot dataset (v3.0) of parquet and MP4 files; raw: safetensors with every pixel",
     )
     fps: PositiveInt | None = Field(
         default=None,
-        description="frames per second that a LeRobot dataset states; null is the simulator's own rate of control, as"
-        " for env.video.fps",
+        description="frames per second declared by a LeRobot dataset; null is the simulator's control rate, as for"
+        " env.video.fps",
     )
     video_crf: int = Field(
         default=0,
         ge=0,
         le=51,
-        description="of a LeRobot dataset's videos: 0 keeps every pixel as it is, 6 is hardly visible, 18 is small",
+        description="CRF of a LeRobot dataset's videos: 0 is lossless, 6 is hardly visible, 18 is small",
     )
     num_episodes: PositiveInt = Field(
         default=400, le=100_000_000, description="episodes to keep over all tasks; successful ones unless keep_failures"
@@ -168,24 +171,25 @@ class CollectConfig(Section):
         default=0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
     )
     noise_fraction: Annotated[Fraction, ReadBy("collect")] = Field(
-        default=0.7, description="part of the episodes with noise"
+        default=0.7, description="fraction of the episodes with noise"
     )
     min_speed: Annotated[Fraction, ReadBy("collect")] = Field(
         default=1.0,
         gt=0,
-        description="speed of the slowest episodes, as a part of the expert's own: each draws its own, uniformly",
+        description="speed of the slowest episodes, as a fraction of the expert's own; each episode samples its speed"
+        " uniformly",
     )
     max_speed: Annotated[Fraction, ReadBy("collect")] = Field(
         default=1.0, gt=0, description="speed of the fastest episodes; not below min_speed"
     )
     seed: Seed = Field(default=500_000, description="first reset seed")
     keep_failures: Annotated[bool, ReadBy("collect", "record")] = Field(
-        default=False, description="keep episodes that failed, too"
+        default=False, description="keep failed episodes, too"
     )
     sample: Annotated[bool, ReadBy("record")] = Field(
         default=False,
-        description="with policy=PATH: draw actions as rollouts do, and record their log-probs; false: the most"
-        " probable ones, as in evaluations",
+        description="with policy=PATH: sample actions as in rollouts, and record their log-probs; false: the most"
+        " probable actions, as in evaluations",
     )
 
 
@@ -193,14 +197,14 @@ class RecipeConfig(Section):
     """`embodrl run`."""
 
     stages: tuple[Literal["collect", "sft", "rl"], ...] = Field(
-        default=(), description="what is done, in this order: collect, sft, rl; each is optional, rl is the last"
+        default=(), description="stages, in this order: collect, sft, rl; each is optional, and rl is the last"
     )
     collect: tuple[str, ...] = Field(
-        default=(), description="settings of this stage alone, as on a command line: [env.train.total_num_envs=8]"
+        default=(), description="settings of this stage only, as on a command line: [env.train.total_num_envs=8]"
     )
-    sft: tuple[str, ...] = Field(default=(), description="settings of this stage alone")
-    rl: tuple[str, ...] = Field(default=(), description="settings of this stage alone")
-    expected: str = Field(default="", description="what is known about its result, and how that was measured")
+    sft: tuple[str, ...] = Field(default=(), description="settings of this stage only")
+    rl: tuple[str, ...] = Field(default=(), description="settings of this stage only")
+    expected: str = Field(default="", description="known result of the recipe, and how it was measured")
 
 
 class SftConfig(Section):
@@ -208,29 +212,29 @@ class SftConfig(Section):
 
     data_dir: Annotated[PathText, ReadBy("sft")] = Field(
         default="data/demos",
-        description="made by `embodrl collect` or `convert`, or any LeRobot dataset; of the hub it is"
+        description="dataset made by `embodrl collect` or `convert`, or any LeRobot dataset; on the hub:"
         " hf://datasets/OWNER/NAME[@REVISION]",
     )
     cameras: Annotated[tuple[str, ...] | None, ReadBy("sft", "train")] = Field(
         default=None,
-        description="cameras of a LeRobot dataset, in the order of env.cameras; null takes those of the same names",
+        description="cameras of a LeRobot dataset, in the order of env.cameras; null uses those with the same names",
     )
     keys: Annotated[dict[str, str], ReadBy("sft", "train")] = Field(
         default={},
-        description="features of a LeRobot dataset under other names than embodrl's action, state and images.NAME, e.g."
-        " {action: actions, state: state, images.top: image}",
+        description="features of a LeRobot dataset whose names differ from embodrl's action, state and images.NAME,"
+        " e.g. {action: actions, state: state, images.top: image}",
     )
     stats: Annotated[PathText, ReadBy("sft")] = Field(
         default="auto",
-        description="statistics that actions and state are normalised with: checkpoint (its own), data (computed from"
-        " the demonstrations), a file as of model.stats_path, or auto: the checkpoint's if it has some of this robot,"
-        " else the data's; a model without weights takes actions of simulators as they are, -1 to 1",
+        description="statistics that normalise actions and state: checkpoint (its own), data (computed from the"
+        " demonstrations), a file as for model.stats_path, or auto: the checkpoint's if it has some for this robot,"
+        " else the data's; a model without weights uses simulator actions as they are, -1 to 1",
     )
     max_clipped: Fraction = Field(
-        default=0.05, description="share of out-of-range values of an action dimension above which data are refused"
+        default=0.05, description="fraction of out-of-range values of an action dimension above which data are refused"
     )
     check_robot: Annotated[bool, ReadBy("sft", "train")] = Field(
-        default=True, description="refuse data that state another robot or frame rate than the environment's"
+        default=True, description="refuse data that declare a robot or frame rate other than the environment's"
     )
     output_dir: PathText = Field(default="outputs/sft", description="directory of the policy")
     max_steps: PositiveInt = Field(default=1000, le=1_000_000_000, description="optimizer steps")
@@ -241,22 +245,23 @@ class SftConfig(Section):
     label_smoothing_bins: NonNegativeFloat = Field(
         default=4.0, description="standard deviation, in bins, of the Gaussian target; 0 is one-hot"
     )
-    random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
+    random_shift_px: NonNegativeInt = Field(default=0, description="maximum random shift of the image, in pixels")
     max_episodes: Annotated[PositiveInt | None, ReadBy("sft")] = Field(
         default=None, description="use only the first episodes"
     )
     val_episodes: Annotated[NonNegativeInt, ReadBy("sft")] = Field(
         default=0,
-        description="episodes at the end that are held out: never trained on, and sft/val_loss is the loss of frames"
+        description="held-out episodes at the end of the data: never trained on; sft/val_loss is the loss of frames"
         " spread evenly over them, four batches at most, at every logged step",
     )
     micro_batch_size: PositiveInt | None = Field(
         default=None,
-        description="frames per forward and backward pass of a process; null: all at once, on a CPU one part per core",
+        description="frames per forward and backward pass of a process; null: the whole batch, on a CPU one part per"
+        " core",
     )
     log_interval: PositiveInt = Field(default=25, description="steps between log lines")
     save_interval: Annotated[NonNegativeInt, ReadBy("sft")] = Field(
-        default=0, description="steps between checkpoints; 0 for one at the end or when stopped"
+        default=0, description="steps between checkpoints; 0 for a single one at the end or when stopped"
     )
     eval_interval: NonNegativeInt = Field(
         default=0, description="steps between evaluations in the simulator; 0 for none"

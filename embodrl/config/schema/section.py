@@ -1,4 +1,4 @@
-"""What every part of the schema is made of. Imports no torch."""
+"""Building blocks of the schema. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a moving average: 1 would keep its starting value forever."""
+"""Decay of a moving average: 1 would keep its initial value forever."""
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 def _rank_text(value: object) -> object:
-    """YAML reads the placement ``0`` as an integer; it is text like ``0-3``."""
+    """Return a placement as text: YAML reads ``0`` as an integer, but ``0-3`` as text."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -43,32 +43,31 @@ GroupRanks = Annotated[str, BeforeValidator(_group_text)]
 
 
 def _expanded(text: str) -> str:
-    """Return a path with the home directory in place of a leading ``~``, which no shell expands after ``key=``."""
+    """Return a path with a leading ``~`` expanded, which no shell does after ``key=``."""
     return str(Path(text).expanduser()) if text.startswith("~") else text
 
 
 PathText = Annotated[str, AfterValidator(_expanded)]
-"""A path on this machine, or what stands in place of one, such as a name of the hub."""
+"""A path on this machine, or an alternative to one, such as a hub name."""
 
 
 @dataclass(frozen=True)
 class NameOf:
-    """Metadata of a text: it is a name of a registry, whose spec has a fact.
+    """Metadata of a text field: the value is a name in a registry, optionally with a property of its spec.
 
     Attributes:
-        registry: with the names.
-        fact: attribute of the spec that is neither None nor empty; "" for all names.
+        registry: registry of the names.
+        fact: spec attribute that must be neither None nor empty; "" allows all names.
     """
 
     registry: Registry[Any]
     fact: str = ""
 
     def names(self) -> list[str]:
-        """Return the allowed names."""
         return [spec.name for spec in self.registry.all() if not self.fact or getattr(spec, self.fact)]
 
     def check(self, value: str) -> str:
-        """Return the value if it is allowed; pydantic reports the error."""
+        """Return the value if it is allowed; pydantic reports the error otherwise."""
         try:
             if value in self.registry and (not self.fact or getattr(self.registry.entry(value), self.fact)):
                 return value
@@ -82,14 +81,15 @@ class NameOf:
 
 @dataclass(frozen=True)
 class AppliesIf:
-    """Metadata of a field: it has an effect only where another setting, or a fact of what is chosen, has a value.
+    """Metadata of a field: it has an effect only if another setting, or a fact about the chosen parts, has certain
+    values.
 
-    On a section it counts for all settings in it, except the one that it names. Several have to hold together.
+    On a section it applies to all settings in it, except the one that it names. Several conditions must hold together.
 
     Attributes:
-        key: dotted name of the other setting, or of a fact of the rules' ``Context``, such as ``loss.needs_values``.
-        values: values with which the field has an effect; none for all but null, false, 0 and empty ones.
-        reason: what the note says instead of the key and its value.
+        key: dotted name of the other setting, or of a fact in the rules' ``Context``, such as ``loss.needs_values``.
+        values: values for which the field has an effect; empty: all but null, false, 0 and empty values.
+        reason: text of the note in place of the key and its value.
     """
 
     key: str
@@ -97,17 +97,17 @@ class AppliesIf:
     reason: str = ""
 
     def holds(self, value: object) -> bool:
-        """Tell whether the field has an effect with this value of ``key``."""
+        """Return whether the field has an effect with this value of ``key``."""
         return value in self.values if self.values else bool(value)
 
 
 @dataclass(frozen=True)
 class ArgumentOf:
-    """Metadata of a setting of ``algorithm``: functions of a kind get it, as the parameter of its name.
+    """Metadata of an ``algorithm`` setting: it is passed to losses or estimators as the parameter of its name.
 
     Attributes:
         kind: ``loss`` or ``estimator``.
-        alone: nothing else reads it, so that it has no effect beside a function without that parameter.
+        alone: nothing else reads the setting, so it has no effect with a function that lacks the parameter.
     """
 
     kind: Literal["loss", "estimator"]
@@ -115,7 +115,7 @@ class ArgumentOf:
 
 
 class ReadBy:
-    """Metadata of a field: only these verbs read it. On a section it counts for all of it, but for what says otherwise.
+    """Metadata of a field: only these verbs read it. On a section it applies to all fields without their own.
 
     Args:
         verbs: names of verbs; ``record`` is `embodrl collect` with a policy in place of the experts.
@@ -126,19 +126,19 @@ class ReadBy:
 
 
 RL = ReadBy("train")
-"""Rollouts and what is learned from them; `embodrl plan` reads as `embodrl train` does."""
+"""Rollouts and training on them; `embodrl plan` reads like `embodrl train`."""
 TRAINING = ReadBy("train", "sft", "store")
-"""Optimizer steps, whatever they learn from."""
+"""Optimizer steps on any data."""
 WORKERS = ReadBy("train", "sft")
-"""Training processes, of which the others have none."""
+"""Separate training processes."""
 EPISODES = ReadBy("train", "eval", "sft", "collect", "record", "store")
-"""Simulators that are started."""
+"""Running simulators."""
 POLICY = ReadBy("train", "eval", "sft", "record", "store", "serve")
-"""A policy that acts or is trained, which experts are not."""
+"""A policy that acts or trains, unlike experts."""
 EVALUATION = ReadBy("train", "eval", "sft", "store")
 """Success rates on fixed seeds."""
 DEMONSTRATIONS = ReadBy("collect", "record", "store")
-"""Episodes that are kept."""
+"""Recorded episodes."""
 
 
 class Section(BaseModel):

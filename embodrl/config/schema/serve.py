@@ -13,26 +13,26 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class WireKeysConfig(Section):
-    """Where an observation is in the messages of a protocol."""
+    """Keys of an observation in the messages of a protocol."""
 
     images: tuple[str, ...] = Field(
         default=(),
-        description="keys of the pictures, in the order of env.cameras, of which the first ones are used; empty: named"
-        " after the cameras. A dot leads into a map: images.wrist",
+        description="keys of the images, in the order of env.cameras; surplus keys are ignored; empty: named after"
+        " the cameras. A dot descends into a map: images.wrist",
     )
     state: tuple[str, ...] = Field(
         default=(),
-        description="keys of the robot's state, joined in this order; KEY:DIMS also checks the number of values; empty:"
-        " the protocol's own",
+        description="keys of the robot's state, concatenated in this order; KEY:DIMS also checks the number of"
+        " values; empty: the protocol's default",
     )
-    instruction: str | None = Field(default=None, description="key of the instruction; null: the protocol's own")
+    instruction: str | None = Field(default=None, description="key of the instruction; null: the protocol's default")
 
 
 class GrootKeysConfig(WireKeysConfig):
-    """The same for GR00T's protocol, whose actions have names as well."""
+    """Keys of GR00T's protocol, whose actions are named as well."""
 
     actions: tuple[str, ...] = Field(
-        default=(), description="names of the parts of an action, each as NAME:DIMS; empty: one part, action"
+        default=(), description="names of the parts of an action, each as NAME:DIMS; empty: a single part, action"
     )
 
 
@@ -42,64 +42,66 @@ class ServeConfig(Section):
     protocols: tuple[Annotated[str, NameOf(SERVE_PROTOCOLS)], ...] = Field(
         default=("openpi",),
         min_length=1,
-        description="what is spoken, each on a port of its own; on the command line also protocol=openpi,http",
+        description="protocols served, each on its own port; on the command line also protocol=openpi,http",
     )
-    host: str = Field(default="127.0.0.1", description="address to listen at; 0.0.0.0 is every one of this machine")
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 is every address of this machine")
     port: Port = Field(
         default=8000,
-        description="of the first protocol; the others follow in order; 0 takes free ones, which are printed",
+        description="port of the first protocol; the others use the following ones; 0 chooses free ports, which are"
+        " printed",
     )
     token: str = Field(
         default="auto",
-        description="what clients have to know; auto: drawn at each start and printed; none: anyone who reaches the"
-        " port may ask",
+        description="access token of clients; auto: generated at each start and printed; none: anyone who reaches the"
+        " port has access",
     )
     tls_cert: PathText | None = Field(default=None, description="certificate chain (PEM), for wss:// and https://")
-    tls_key: PathText | None = Field(default=None, description="its private key (PEM)")
-    max_batch_size: PositiveInt = Field(default=32, le=4096, description="observations computed at once")
+    tls_key: PathText | None = Field(default=None, description="private key of the certificate (PEM)")
+    max_batch_size: PositiveInt = Field(default=32, le=4096, description="maximum observations per batch")
     max_wait_ms: NonNegativeFloat = Field(
         default=5.0,
         le=10_000,
-        description="milliseconds that an observation waits for those of other clients; it does not wait when all"
-        " clients of the last second have asked",
+        description="milliseconds that an observation waits for those of other clients; it does not wait if all"
+        " clients of the last second have sent theirs",
     )
     decoding: Literal["greedy", "sampled", "mean"] = Field(
         default="greedy",
-        description="how actions are chosen: the most probable, drawn, or nearest to the mean (openvla, openvla_oft)",
+        description="how actions are chosen: greedy: the most probable; sampled; or mean: nearest to the mean"
+        " (openvla, openvla_oft)",
     )
     execution_horizon: PositiveInt | None = Field(
         default=None,
-        description="actions of a chunk that are executed before the policy is asked again, where the server hands out"
-        " one at a time (vla_eval); null: all of the chunk",
+        description="actions of a chunk that are executed before the next query, where the server returns one at a"
+        " time (vla_eval); null: the whole chunk",
     )
     pad_state: bool = Field(
         default=False,
-        description="answer observations whose state is missing or shorter than in training, as if zeros had been"
-        " sent; otherwise they are refused",
+        description="zero-pad observations whose state is missing or shorter than in training; otherwise they are"
+        " refused",
     )
     rtc_max_guidance_weight: PositiveFloat = Field(
         default=5.0,
         le=100.0,
-        description="largest weight of guidance towards the present chunk, for clients that send what is left of it"
+        description="maximum guidance weight towards the current chunk, for clients that send its remainder"
         " (real-time chunking; flow policies)",
     )
     max_message_mb: PositiveInt = Field(
-        default=64, le=1024, description="size of a message in MB; larger ones are refused"
+        default=64, le=1024, description="maximum message size in MB; larger messages are refused"
     )
     max_connections: PositiveInt = Field(
-        default=4096, le=65536, description="clients at a time, of each protocol over HTTP or websockets"
+        default=4096, le=65536, description="maximum concurrent clients of each protocol over HTTP or websockets"
     )
     drain_timeout_s: PositiveFloat = Field(
-        default=10.0, description="seconds after SIGTERM in which requests under way are answered"
+        default=10.0, description="seconds after SIGTERM in which pending requests are answered"
     )
     stall_timeout_s: PositiveFloat = Field(
         default=20.0,
-        description="seconds that a batch may use no processor time before its requests get an error; after four times"
-        " as many the server ends",
+        description="seconds for which a batch may use no processor time before its requests fail; after four times"
+        " as long the server exits",
     )
     follow: bool = Field(
         default=True,
-        description="take up newer weights that the served run publishes (rollout.publish_weights=true)",
+        description="load newer weights that the served run publishes (rollout.publish_weights=true)",
     )
     openpi: WireKeysConfig = Field(default=WireKeysConfig(), description="keys of openpi's messages")
     http: WireKeysConfig = Field(default=WireKeysConfig(), description="keys of embodrl's own HTTP API")

@@ -1,4 +1,4 @@
-"""The classes of the sections ``env`` and ``model``, which depend on the simulator and the model family."""
+"""Classes of the sections ``env`` and ``model``, which depend on the simulator and the model family."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from embodrl.specs import ENVS, MODELS
 
 
 def env_settings(name: object) -> type[EnvConfig]:
-    """Return the class of the section ``env`` for a simulator; that of the common settings if it has none of its own.
+    """Return the class of section ``env`` for a simulator; the common one if the simulator adds no settings.
 
     Raises:
-        EmbodrlError: the spec names no class derived from EnvConfig, or one that can't be made without arguments.
+        EmbodrlError: the spec names no class derived from EnvConfig, or one that can't be constructed without
+            arguments.
     """
     spec = ENVS.entry(name) if isinstance(name, str) and name in ENVS else None
     return EnvConfig if spec is None or spec.settings is None else _settings(spec.name, spec.settings, EnvConfig)
 
 
 def model_settings(name: object) -> type[ModelConfig]:
-    """Return the class of the section ``model`` for a family; as ``env_settings``."""
+    """Return the class of section ``model`` for a family, as ``env_settings`` does."""
     spec = MODELS.entry(name) if isinstance(name, str) and name in MODELS else None
     return ModelConfig if spec is None or spec.settings is None else _settings(spec.name, spec.settings, ModelConfig)
 
@@ -35,7 +36,7 @@ def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any
     found: Any = import_object(settings) if isinstance(settings, str) else settings
     if not isinstance(found, type) or not issubclass(found, base):
         raise EmbodrlError(
-            f"the settings of '{name}' are {found!r}, which is not derived from {base.__name__}",
+            f"the settings of '{name}' are {found!r}, which is not derived from  {base.__name__}",
             f"write class MySettings({base.__name__}) with a default for every field",
             code="settings-class-invalid",
         )
@@ -54,7 +55,7 @@ def _settings(name: str, settings: type[Any] | str, base: type[Any]) -> type[Any
         first = error.errors()[0]
         raise EmbodrlError(
             f"the default of the setting '{'.'.join(map(str, first['loc']))}' of '{name}' is invalid: {first['msg']}",
-            "give a default that the type and the bounds of the setting allow",
+            "give a default within the setting's type and bounds",
             code="settings-class-invalid",
         ) from None
     return found

@@ -28,9 +28,9 @@ class ActRequest:
 
     Attributes:
         observation: ``[B]``.
-        mode: ``train`` samples the actions, ``eval`` takes the most probable ones, ``mean`` those nearest to the mean.
+        mode: ``train`` samples actions, ``eval`` takes the most probable ones, ``mean`` the ones nearest to the mean.
         compute_values: also compute values.
-        generators: generators of the samples: one per thread, each for its part of the rows.
+        generators: random generators of the samples: one per thread, each for its part of the rows.
     """
 
     observation: Observation
@@ -41,14 +41,12 @@ class ActRequest:
 
 @dataclass(frozen=True)
 class RolloutParts:
-    """What a rollout engine is made of.
+    """Constructor inputs of a rollout engine.
 
     Attributes:
-        config: the run.
         policy: policy on its device; shared with the train engine, or a copy (``frozen_copy``).
         num_threads: value of ``cluster.num_threads``.
-        part: see RolloutEngine.
-        memory: memory of the policy's weights (``policy_memory``), where nothing else uses them between rollouts.
+        memory: the policy's weights (``policy_memory``), if nothing else uses them between rollouts.
         weights_dir: directory in which a training run publishes its weights.
     """
 
@@ -61,7 +59,7 @@ class RolloutParts:
 
     @property
     def common(self) -> tuple[VLAPolicy, RolloutConfig, SamplingConfig, int, int, tuple[int, int]]:
-        """The first arguments of every rollout engine."""
+        """The arguments common to all rollout engines."""
         config = self.config
         sampling = config.algorithm.sampling
         seed = config.runner.seed
@@ -69,25 +67,22 @@ class RolloutParts:
 
 
 class RolloutEngine(ABC):
-    """Computes actions with a policy: the one that trains, or a copy that receives its weights.
+    """Computes actions with the trained policy, or a copy that receives its weights.
 
     Thread-safe: one batch is computed at a time, and weights change only between batches. Samples come from generators
     on the CPU, so that every backend draws the same actions from the same random state.
 
     Args:
-        policy: policy on its device.
         config: section ``rollout``.
         sampling: section ``algorithm.sampling``.
-        seed: seed of the sampled actions.
-        num_threads: parts of a batch computed in parallel on a CPU, each with its own random generator.
-        part: rank and number of the processes that share the environments: together they draw as one process with the
-            threads of all of them does.
-        memory: the policy's weights, where ``offload`` may take them: nothing else uses them while this engine does
-            not; None where they stay.
+        num_threads: number of parts of a batch computed in parallel on a CPU, each with its own random generator.
+        part: rank and number of the processes that share the environments: together they draw like one process with the
+            sum of their threads.
+        memory: the policy's weights, if ``offload`` may move them because nothing else uses them meanwhile; None if
+            they stay.
 
     Attributes:
-        version: number of updates behind the weights.
-        offload_report: what the last ``offload`` that freed memory did; None if there was none.
+        offload_report: report of the last ``offload`` that freed memory; None without one.
     """
 
     def __init__(
@@ -110,21 +105,17 @@ class RolloutEngine(ABC):
         self.generators = self.make_generators([seed])
         self.version = 0
         self.offload_report: OffloadReport | None = None
-        # Reentrant: the stream of new weights may itself bring offloaded memory back.
+        # Reentrant: the stream of new weights may itself bring back offloaded memory.
         self._lock = threading.RLock()
 
     @property
     def decodings(self) -> tuple[Decoding, ...]:
-        """What ``decide`` can choose actions by."""
+        """Decodings that ``decide`` supports."""
         return self.policy.decodings
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Use new weights, from the next batch on.
-
-        Args:
-            weights: names and tensors of the policy; those that share memory with this engine's are skipped.
-            version: number of updates behind them.
+        """Use new weights from the next batch on; tensors that share memory with the policy's are skipped.
 
         Raises:
             KeyError: a name is unknown.
@@ -140,34 +131,34 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def onload(self) -> None:
-        """Bring back what ``offload`` freed."""
+        """Bring back the memory freed by ``offload``."""
 
     def make_generators(self, seed: Sequence[int]) -> list[torch.Generator]:
-        """Return generators for ``act``, one a thread, that follow from the numbers."""
-        # A list of one number and the number itself give the same sequence.
+        """Return generators for ``act``, one per thread, seeded from the numbers."""
+        # A list of one number and the number itself seed the same sequence.
         rank, count = self.part
-        # Numbers for the threads of all processes are derived and this part's taken: together they draw as one process.
+        # Derived for the threads of all processes before taking this part's, so that together they draw as one process.
         seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads * count)
         mine = seeds[rank * self.num_threads : (rank + 1) * self.num_threads]
         return [torch.Generator().manual_seed(int(s)) for s in mine]
 
     def row_generators(self, seeds: Sequence[Sequence[int]]) -> list[RandomSource] | None:
-        """Return generators for ``act`` such that each row draws from its own, which follows from its numbers.
+        """Return generators for ``act`` such that each row draws from its own, seeded from its numbers.
 
-        None if the policy can't; it then draws from the engine's.
+        None if the policy does not support it and draws from the engine's generators.
         """
         if not self.policy.draws_by_row:
             return None
         numbers = [int(np.random.SeedSequence(list(seed)).generate_state(1)[0]) for seed in seeds]
         rows = [torch.Generator().manual_seed(number) for number in numbers]
-        # Cut as ``_parts`` cuts the observation.
+        # Split like ``_parts`` splits the observation.
         parts = np.array_split(np.arange(len(rows)), min(self.num_threads, len(rows)))
         return [RowGenerators(tuple(rows[i] for i in part)) for part in parts]
 
     def act(
         self, observation: Observation, compute_values: bool, generators: Sequence[RandomSource] | None = None
     ) -> PolicyOutput:
-        """Draw a chunk of actions for each row, with the engine's own generators unless others are given."""
+        """Sample a chunk of actions for each row, with the engine's own generators by default."""
         return self._predict(
             ActRequest(self._conditioned(observation), "train", compute_values, generators or self.generators)
         )
@@ -175,12 +166,9 @@ class RolloutEngine(ABC):
     def decide(
         self, observation: Observation, decoding: Decoding, generators: Sequence[RandomSource] | None = None
     ) -> PolicyOutput:
-        """Choose a chunk of actions for each row, without values.
+        """Choose a chunk of actions for each row with one of ``decodings``, without values.
 
-        Args:
-            observation: ``[B]``.
-            decoding: one of ``decodings``.
-            generators: generators of ``sampled``; None draws from the engine's own.
+        ``generators`` serve ``sampled``; None draws from the engine's own.
 
         Raises:
             EmbodrlError: there is no such decoding.
@@ -191,7 +179,7 @@ class RolloutEngine(ABC):
         )
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> PolicyOutput:
-        """As ``decide`` by ``greedy``, continuing the chunks that robots are in the midst of: see ``VLAPolicy``."""
+        """Like ``decide`` with ``greedy``, continuing chunks that robots are executing: see ``VLAPolicy``."""
         with self._lock:
             self.onload()
             with torch.no_grad(), autocast(self.precision, self.device):
@@ -211,7 +199,7 @@ class RolloutEngine(ABC):
             return torch.cat(on_threads(tasks, self.num_threads))
 
     def inputs(self, observation: Observation) -> dict[str, Tensor]:
-        """Return what the policy makes of observations (``VLAPolicy.preprocess``), on the CPU."""
+        """Return the policy's inputs for observations (``VLAPolicy.preprocess``), on the CPU."""
         with self._lock:
             return {
                 name: tensor.cpu() for name, tensor in self.policy.preprocess(self._conditioned(observation)).items()
@@ -226,8 +214,8 @@ class RolloutEngine(ABC):
         return [observation] if len(rows) == 1 else [observation.select(part) for part in rows]
 
     def _copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy weights into the policy, but for those that it shares; the lock must be held."""
-        # Tied weights come under each of their names, as in the state_dict.
+        """Copy weights into the policy, except shared ones; the lock must be held."""
+        # Tied weights appear under each of their names, as in the state_dict.
         mine = dict(self.policy.named_parameters(remove_duplicate=False))
         mine |= dict(self.policy.named_buffers(remove_duplicate=False))
         with torch.no_grad():
@@ -240,10 +228,10 @@ class RolloutEngine(ABC):
         return [generator_state(generator) for generator in self.generators]
 
     def set_random_state(self, states: list[str]) -> None:
-        """Restore what ``random_state`` returned.
+        """Restore a result of ``random_state``.
 
         Raises:
-            ValueError: it was another number of threads.
+            ValueError: the number of threads differs.
         """
         for generator, state in zip(self.generators, states, strict=True):
             restore_generator(generator, state)

@@ -1,4 +1,4 @@
-"""A rollout engine that many episodes ask at the same time."""
+"""A rollout engine that serves concurrent requests of many episodes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ from embodrl.types import Observation, PolicyOutput
 @dataclass(frozen=True)
 class _Content:
     observation: Observation
-    seed: tuple[int, ...] | None  # None asks for values
+    seed: tuple[int, ...] | None  # None for a request of values
 
 
 class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
-    """Gathers what waits while the engine is at work into one batch; a thread computes one batch at a time.
+    """Collects the requests that arrive while the engine is busy into one batch; a thread computes one batch at a time.
 
-    Its methods belong to one event loop. Weights may be updated from any thread: ``RolloutEngine.update_weights``
-    swaps them between two batches, and every answer carries the version that it was computed with.
-
-    Args:
-        engine: the policy.
-        compute_values: argument of ``act``.
-        max_batch: most observations in a batch.
-        seed: seed of the actions that are drawn.
+    Its methods belong to one event loop. Weights may be updated from any thread: ``RolloutEngine.update_weights`` swaps
+    them between two batches, and every answer carries the version it was computed with.
     """
 
     def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
@@ -41,17 +35,17 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
 
     @property
     def version(self) -> int:
-        """Updates that the weights have seen."""
+        """Number of updates behind the weights."""
         return self.engine.version
 
     def for_episode(self, *numbers: int) -> EpisodeEngine:
-        """Return what an episode asks; its actions follow from the seed and these numbers, whatever else is asked."""
+        """Return one episode's view of the engine; its actions depend only on the seed and these numbers."""
         return EpisodeEngine(self, (*self._seed, *numbers))
 
     async def act(self, observation: Observation, seed: tuple[int, ...]) -> PolicyOutput:
-        """Draw a chunk of actions for an observation ``[1]``, with random numbers that follow from ``seed``.
+        """Sample a chunk of actions for an observation ``[1]``, with random numbers seeded from ``seed``.
 
-        A policy without ``draws_by_row`` draws from the engine's generators, in the order of the batches.
+        A policy without ``draws_by_row`` draws from the engine's generators, in batch order.
         """
         output = await self.submit(Request(_Content(observation, seed)))
         assert isinstance(output, PolicyOutput)
@@ -80,12 +74,7 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
 
 
 class EpisodeEngine:
-    """The engine as one episode sees it.
-
-    Args:
-        shared: the engine that all episodes ask.
-        seed: seed of this episode.
-    """
+    """The engine as seen by one episode."""
 
     def __init__(self, shared: BatchedEngine, seed: tuple[int, ...]) -> None:
         self._shared = shared
@@ -94,17 +83,17 @@ class EpisodeEngine:
 
     @property
     def version(self) -> int:
-        """Updates that the weights have seen."""
+        """Number of updates behind the weights."""
         return self._shared.version
 
     @property
     def has_values(self) -> bool:
-        """Values are wanted, and ``act`` computes them."""
+        """Whether values are wanted and ``act`` computes them."""
         return self._shared.compute_values
 
     async def act(self, observation: Observation) -> PolicyOutput:
-        """Draw a chunk of actions ``float32[1,C,A]`` for an observation of one row."""
-        # Draws of an episode follow from the number of its call, not from when it was answered.
+        """Sample a chunk of actions ``float32[1,C,A]`` for an observation of one row."""
+        # An episode's samples depend on its call number, not on the time of the answer.
         self._calls += 1
         return await self._shared.act(observation, (*self._seed, self._calls))
 

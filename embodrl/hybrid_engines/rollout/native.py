@@ -26,7 +26,7 @@ from embodrl.types import Observation, PolicyOutput
 class NativeRolloutEngine(RolloutEngine):
     """Computes actions with the policy's own modules.
 
-    On a CPU a batch is cut into ``num_threads`` parts, each with its own random generator.
+    On a CPU a batch is split into ``num_threads`` parts, each with its own random generator.
     """
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -56,7 +56,7 @@ class NativeRolloutEngine(RolloutEngine):
                     part, request.mode, self.sampling, generator, request.compute_values
                 )
 
-        # A batch of fewer rows than threads has fewer parts than there are generators.
+        # A batch with fewer rows than threads has fewer parts than there are generators.
         pairs = zip(self._parts(request.observation), request.generators, strict=False)
         tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
         with self._lock:
@@ -68,7 +68,7 @@ class NativeRolloutEngine(RolloutEngine):
 
 
 def policy_memory(policy: VLAPolicy) -> Offload:
-    """Return the weights and buffers of a policy, as memory that can leave the device."""
+    """Return the weights and buffers of a policy as offloadable memory."""
     return Offload(lambda: [*policy.parameters(), *policy.buffers()])
 
 
@@ -80,10 +80,10 @@ def make_rollout_engine(
     memory: Offload | None = None,
     weights_dir: Path | None = None,
 ) -> RolloutEngine:
-    """Return the engine that ``rollout.backend`` names; arguments as the attributes of ``RolloutParts``.
+    """Return the engine of ``rollout.backend``; arguments are the attributes of ``RolloutParts``.
 
     Raises:
-        EmbodrlError: what the backend needs is missing.
+        EmbodrlError: a requirement of the backend is missing.
     """
     maker = ENGINES.entry(config.rollout.backend).rollout
     assert maker is not None, "the configuration was checked"
@@ -97,12 +97,12 @@ def make_native(parts: RolloutParts) -> NativeRolloutEngine:
 
 
 def max_batch_rows(config: Config) -> int:
-    """Return the largest batch that environments of training or evaluation ask with."""
+    """Return the largest batch of environments in training or evaluation."""
     return max(config.env.train.total_num_envs // config.rollout.pipeline_stages, config.env.eval.total_num_envs)
 
 
 def concat_outputs(parts: list[PolicyOutput]) -> PolicyOutput:
-    """Return the rows of all parts, in order."""
+    """Concatenate the rows of all parts."""
     values = [part.values for part in parts if part.values is not None]
     inputs = parts[0].forward_inputs
     return PolicyOutput(

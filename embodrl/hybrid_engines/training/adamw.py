@@ -1,4 +1,4 @@
-"""AdamW in one kernel, whatever the layout of weights and gradients."""
+"""AdamW in one kernel, for any layout of weights and gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from torch import Tensor
 def fused_adamw(
     params: Iterable[Tensor | Mapping[str, Any]], betas: tuple[float, float], eps: float
 ) -> torch.optim.AdamW:
-    """Return AdamW with a learning rate of zero and no weight decay, unless the groups name others.
+    """Return AdamW with a learning rate of zero and no weight decay, unless the groups set others.
 
-    Whether the weights are dense is decided here, once: one that is replaced by a view with gaps later is not noticed.
-
-    Args:
-        params: tensors, or groups as ``torch.optim.Optimizer`` takes them.
-        betas: decay rates of the moments.
-        eps: added to the denominator.
+    Whether the weights are dense is decided here, once: a weight replaced later by a view with gaps is not noticed.
     """
     groups = [group if isinstance(group, Mapping) else {"params": [group]} for group in params]
-    # The moments of a weight with gaps in memory have none: the kernel would take wrong elements.
+    # Moments of a weight with gaps in memory have no gaps: the kernel would pair wrong elements.
     fused = all(_is_dense(weight) for group in groups for weight in group["params"])
-    # The rates follow before the first step, see ``set_learning_rates``.
+    # The rates are set before the first step, see ``set_learning_rates``.
     optimizer = torch.optim.AdamW(
         [dict(group) for group in groups], lr=0.0, betas=betas, eps=eps, weight_decay=0.0, fused=fused
     )

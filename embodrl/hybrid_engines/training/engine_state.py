@@ -1,16 +1,17 @@
-"""What a training process holds of an engine's state."""
+"""A training process's part of an engine's state."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from embodrl.hybrid_engines.base import Counters, EngineState
 from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
-from embodrl.hybrid_engines.training.adam_state import AdamState
-from embodrl.hybrid_engines.training.adamw import fused_adamw
+from embodrl.hybrid_engines.training.optimizer_state import OptimizerState
+from embodrl.hybrid_engines.training.optimizers import ROLE, kept_state, make_optimizer
 from embodrl.hybrid_engines.training.options import VALUE_GROUP, EngineOptions
 from embodrl.hybrid_engines.training.sharding import held, part_of, whole
 from embodrl.hybrid_engines.training.side_modules import SideModules
@@ -21,24 +22,20 @@ SIDE_NONFINITE = "nonfinite_critics"
 
 
 class HeldState:
-    """What training changes, as this process holds it: weights, moments of the optimizer, reference and counters.
+    """The state that training changes, as held by this process: weights, optimizer moments, reference and counters.
 
     Args:
-        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and already sharded if it is.
-        options: what the run asks for.
-        device: that the policy trains on.
-        shares_weights: what acts uses the weights themselves, so that they stay on the device.
+        policy: policy on the device, sharded already if at all; its ``trainable_groups`` train, other weights are
+            fixed.
+        shares_weights: the rollout uses the same tensors, so they stay on the device.
 
     Attributes:
-        leaves: parameter that trains -> what the optimizer changes.
-        masters: those of ``leaves`` that are float32 copies of weights in half precision.
-        optimizer: AdamW on the leaves.
-        adam: its moments and the masters, by name.
-        side: modules beside the policy; None: there are none.
-        memory: what only training needs, which leaves the device between updates.
-        version: completed updates.
-        nonfinite_in_row: steps in a row whose loss or gradient was not finite.
-        is_shared: other processes of the default group have the rest of the state.
+        leaves: trained parameter -> tensor that the optimizer updates.
+        masters: the leaves that are float32 copies of half-precision weights.
+        side: modules that train alongside the policy, or None.
+        memory: training-only tensors, which leave the device between updates.
+        nonfinite_in_row: consecutive steps whose loss or gradient was not finite.
+        is_shared: other processes of the default group hold the rest of the state.
     """
 
     is_shared = False
@@ -56,48 +53,48 @@ class HeldState:
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.leaves = self._make_leaves()
         self.masters = self._make_masters()
-        # Before the optimizer is built, which must change the float32 copies.
+        # Before the optimizer is built, which must update the float32 copies.
         self.leaves |= self.masters
         self.optimizer = self._build_optimizer()
-        self.adam = AdamState(policy, self.leaves, self.masters, self.optimizer)
+        self.moments = OptimizerState(policy, self.leaves, self.masters, self.optimizer, kept_state(self.optim))
         self.side: SideModules | None = None
         self.memory = Offload(self.offloadable)
 
-    # -- what a backend may hold otherwise ----------------------------------------------------------------------------
+    # -- overridable by backends ---------------------------------------------------------------------------------------
 
     def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return, for every parameter that trains, what the optimizer changes: the same memory."""
+        """Return the optimizer's tensor of every trained parameter: the same memory."""
         return {p: p for p in (*self.policy_parameters, *self.value_parameters)}
 
     def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return float32 copies of what trains in half precision: the optimizer changes these.
+        """Return float32 copies of half-precision trained weights, for the optimizer.
 
         Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.1: an update below 2^-9 of a
-        bf16 weight rounds to none. The weights are rounded from their copies after every step.
+        bf16 weight rounds to nothing. The weights are rounded from their copies after every step.
         """
         if self.optim.master_weights is False:
             return {}
         halves = [p for p in self.leaves if p.dtype.itemsize < torch.float32.itemsize]
         return {p: nn.Parameter(held(p).detach().float()) for p in halves}
 
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        param_groups: list[dict[str, object]] = []
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        param_groups: list[dict[str, Any]] = []
         for role, parameters in (("policy", self.policy_parameters), ("value", self.value_parameters)):
-            # Biases, norms and layer scales are vectors; decaying them only shrinks activations.
+            # Biases, norms and layer scales are vectors; decay only shrinks their activations.
             for decay, chosen in (
                 (self.optim.weight_decay, [self.leaves[p] for p in parameters if p.ndim > 1]),
                 (0.0, [self.leaves[p] for p in parameters if p.ndim <= 1]),
             ):
                 if chosen:
-                    param_groups.append({"params": chosen, "weight_decay": decay, "role": role})
-        return fused_adamw(param_groups, self.optim.betas, self.optim.eps)
+                    param_groups.append({"params": chosen, "weight_decay": decay, ROLE: role})
+        return make_optimizer(param_groups, self.optim)
 
     def reference_weights(self) -> dict[str, Tensor]:
-        """Return the weights of the reference that are not the policy's own; {} without a reference."""
+        """Return the reference's weights that are not shared with the policy; {} without a reference."""
         return {}
 
     def offloadable(self) -> Iterator[Tensor]:
-        """Yield what only training needs: moments, gradients, the reference and, unless it is what acts, weights."""
+        """Yield training-only tensors: moments, gradients, the reference and, unless the rollout uses them, weights."""
         yield from optimizer_tensors(self.optimizer)
         yield from self._kept_of_reference()
         yield from self.masters.values()
@@ -112,7 +109,7 @@ class HeldState:
         """Return the memory of ``reference_weights``."""
         return self.reference_weights().values()
 
-    # -- changes ------------------------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------------------------
 
     def add_modules(
         self,
@@ -120,24 +117,24 @@ class HeldState:
         modules: Mapping[str, nn.Module | nn.Parameter],
         policy_parts: Mapping[str, list[nn.Parameter]],
     ) -> SideModules:
-        """Let modules train beside the policy; see ``SideModules``. They are moved to the device before."""
+        """Train modules, already on the device, alongside the policy; see ``SideModules``."""
         names = {p: name for name, p in self.policy.named_parameters()}
         parts = {part: {names[p]: p for p in found} for part, found in policy_parts.items()}
         self.side = SideModules(section, modules, parts, self.leaves, self.optim)
         return self.side
 
     def clear_gradients(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.side is not None:
             self.side.optimizer.zero_grad(set_to_none=True)
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of the state as they are held, without copies."""
+        """Return the state's tensors as stored, without copies."""
         self.memory.onload()
-        found = {"policy": dict(self.policy.state_dict()), "optimizer": self.adam.tensors()}
+        found = {"policy": dict(self.policy.state_dict()), "optimizer": self.moments.tensors()}
         if reference := self.reference_weights():
             found["reference"] = reference
         return found | self._side_tensors()
@@ -146,44 +143,46 @@ class HeldState:
         return {} if self.side is None else {self.side.section: self.side.tensors()}
 
     def counters(self) -> Counters:
-        """Return the part of the state that can be written as JSON."""
-        stepped = any(leaf in self.optimizer.state for leaf in self.leaves.values())
+        """Return the JSON-serialisable part of the state."""
+        stepped = any(self.optimizer.state.get(leaf) for leaf in self.leaves.values())
         counts = {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row, HAS_MOMENTS: int(stepped)}
         return counts if self.side is None else counts | {SIDE_NONFINITE: self.side.nonfinite_in_row}
 
     def inventory(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of every tensor of the state, in one piece; may be a collective call."""
+        """Return the unsharded size in bytes of every tensor of the state; may be a collective call."""
         return {
             section: {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
             for section, tensors in self.shards().items()
         }
 
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors of the state as they are held, without copies; {} of a section that does not exist."""
+        """Return tensors of the state as stored, without copies; {} for a missing section."""
         self.memory.onload()
         if section == "optimizer":
-            return self.adam.parts(names)
-        beside = self._side_tensors()
-        if section in beside:
-            held = beside[section]
+            return self.moments.parts(names)
+        side_tensors = self._side_tensors()
+        if section in side_tensors:
+            held = side_tensors[section]
         else:
             held = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
         return {name: held[name] for name in names if name in held}
 
     def gather(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole tensors of the state: a collective call where they are sharded."""
+        """Return whole tensors of the state; a collective call if they are sharded."""
         return {name: whole(part) for name, part in self.parts(section, names).items()}
 
     def whole(self) -> EngineState:
-        """Return weights, optimizer state and counters in one piece; a collective call where they are sharded."""
+        """Return whole weights, optimizer state and counters; a collective call if they are sharded."""
         shards = self.shards()
         tensors = {section: {n: whole(part) for n, part in parts.items()} for section, parts in shards.items()}
         return EngineState(tensors, self.counters())
 
     def shapes(self) -> StateShapes:
-        """Return what a saved state must have."""
-        masters = [name for name, parameter in self.adam.trained.items() if parameter in self.masters]
-        return StateShapes.of(self.policy, self.adam.trained, self.reference_weights(), masters, self.side)
+        """Return the expected shapes of a saved state."""
+        trained = self.moments.trained
+        masters = [name for name, parameter in trained.items() if parameter in self.masters]
+        reference = self.reference_weights()
+        return StateShapes.of(self.policy, trained, reference, masters, self.side, self.moments.kept)
 
     def load(self, saved: EngineState) -> None:
         """See ``TrainEngine.load_state_dict``."""
@@ -194,51 +193,46 @@ class HeldState:
         self.set_counters(saved.state)
 
     def start_load(self) -> None:
-        """Forget the moments."""
+        """Clear the moments."""
         self.memory.onload()
-        # Moments that the saved state lacks must not stay.
+        # Moments missing in the saved state must not remain.
         self.optimizer.state.clear()
         if self.side is not None:
             self.side.optimizer.state.clear()
 
     @torch.no_grad()
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
-        """Load whole tensors of a checked state, the policy first; what the engine has no use for is skipped."""
+        """Load whole tensors of a checked state, the policy first; unused entries are skipped."""
         if self.side is not None and section == self.side.section:
             self.side.put(tensors)
             return
         if section == "optimizer":
-            self.adam.put(tensors)
+            self.moments.put(tensors)
             return
         targets = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
         for name in targets.keys() & tensors.keys():
             held(targets[name]).copy_(part_of(tensors[name], targets[name]))
-        # Until the saved float32 copies arrive with the section "optimizer", if there are any.
+        # Until the saved float32 copies arrive with the section "optimizer", if it has any.
         if section == "policy":
-            self.adam.take_weights(tensors)
+            self.moments.take_weights(tensors)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return where this process's parts of a checked state are to be written; see ``load_parts``.
-
-        Args:
-            section: section of the state.
-            saved: shapes and dtypes of whole tensors.
-        """
+        """Return the tensors into which this process's shards of a checked state are loaded; see ``load_parts``."""
         if self.side is not None and section == self.side.section:
             self.side.make_room(saved)
         elif section == "optimizer":
-            saved = self.adam.make_room(saved)
+            saved = self.moments.make_room(saved)
         return self.parts(section, saved)
 
     def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
-        """Use what was written into the tensors of ``room``; here they are the state itself."""
+        """Use the data loaded into the tensors of ``room``; here they are the state itself."""
         if section == "policy":
-            self.adam.take_weights(parts)
+            self.moments.take_weights(parts)
         elif section == "optimizer":
-            self.adam.match_precision()
+            self.moments.match_precision()
 
     def set_counters(self, state: Mapping[str, int]) -> None:
-        """Continue counting from a saved state."""
+        """Continue the counters of a saved state."""
         self.version = int(state["version"])
         self.nonfinite_in_row = int(state["nonfinite_in_row"])
         if self.side is not None:

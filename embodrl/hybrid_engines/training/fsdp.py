@@ -1,4 +1,4 @@
-"""Training in several processes that hold a part of the weights each (FSDP2), optionally with tensor parallelism."""
+"""Training in several processes that each hold a shard of the weights (FSDP2), optionally with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from embodrl.models.base import VLAPolicy
 
 
 class FsdpState(SharedState):
-    """State whose tensors are cut over processes."""
+    """State with tensors sharded over processes."""
 
     def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
-        # AdamW works element by element, so plain tensors of the parts do, whatever they are cut along.
+        # AdamW is element-wise, so plain tensors of the shards suffice, along whichever dimension they are sharded.
         trained = (*self.policy_parameters, *self.value_parameters)
         return {p: nn.Parameter(held(p).detach()) for p in trained}
 
@@ -45,24 +45,21 @@ class FsdpState(SharedState):
 
     def clear_gradients(self) -> None:
         super().clear_gradients()
-        # The optimizers clear those of the leaves only; these would add up over the steps.
+        # The optimizers clear only the leaves' gradients; the parameters' gradients would accumulate over the steps.
         for parameter in self.leaves:
             parameter.grad = None
 
 
 class FsdpTrainEngine(SharedTrainEngine[FsdpState]):
-    """AdamW on the parts of the weights that this process holds.
+    """AdamW on this process's shard of the weights.
 
-    Args:
-        policy: whole, the same in all processes, on the device; sharded in place, and only to be used by the engine
-            from then on.
-        options: what the run asks for.
-        mesh: mesh of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
+    The policy, whole and identical in all processes, is sharded in place, and only to be used by the engine from then
+    on. The mesh has the dimensions ``dp`` and ``tp``.
     """
 
     def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
         self.tensor_group = mesh.get_group(TP)
-        # Cut before FSDP shards the policy: FSDP cuts what tensor parallelism has left.
+        # Tensor parallelism first: FSDP shards its remaining dimensions.
         partial = set(cut_layers(policy, mesh[TP])) if mesh[TP].size() > 1 else set[str]()
         self.module = shard_policy(policy, mesh, options.config.fsdp)
         self.partial = [p for name, p in policy.named_parameters() if name in partial]
@@ -73,7 +70,7 @@ class FsdpTrainEngine(SharedTrainEngine[FsdpState]):
         # Through the module, whose hooks gather the weights.
         outputs = self.module(compute)
         if not torch.is_grad_enabled():
-            # Without a backward pass nothing else frees what was gathered, and it would be used again.
+            # Without a backward pass nothing else frees the gathered weights, and they would be reused.
             for part in fsdp_modules(self.module):
                 part.reshard()
         return outputs
@@ -81,28 +78,28 @@ class FsdpTrainEngine(SharedTrainEngine[FsdpState]):
     def _let_policy_train(self, train_policy: bool) -> None:
         self.policy_trains = train_policy
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _before_backward(self, last: bool) -> None:
         root = cast(FSDPModule, self.module)
-        # Without a reduction every process adds up whole gradients: less communication, and more memory.
+        # Without a reduction every process accumulates whole gradients: less communication, more memory.
         root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
 
     def _collect_policy(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
         chosen = self.state.leaves.keys() if parameters is None else parameters
         # While only the critic trains: without gradients AdamW changes neither weights nor moments.
         held_still = set[nn.Parameter]() if self.policy_trains else set(self.state.policy_parameters)
-        # Of these, each process of the tensor group has a part of the gradient, see ``cut_layers``.
+        # The tensor group's processes each hold a part of these gradients, see ``cut_layers``.
         partial = set(self.partial)
         leaves: dict[nn.Parameter, nn.Parameter] = {}
         for parameter in chosen:
             leaf = leaves[parameter] = self.state.leaves.get(parameter, parameter)
             if leaf is parameter:
-                continue  # of a module beside the policy
+                continue  # of a module alongside the policy
             gradient = None if parameter in held_still else parameter.grad
             if gradient is not None and parameter in partial:
                 dist.all_reduce(held(gradient), group=self.tensor_group)
-            # The leaf may be a float32 copy of a weight in half precision.
+            # The leaf may be a float32 copy of a half-precision weight.
             leaf.grad = None if gradient is None else held(gradient).to(leaf.dtype)
         return leaves
 
@@ -110,7 +107,7 @@ class FsdpTrainEngine(SharedTrainEngine[FsdpState]):
         return num_copies(parameter, dist.get_world_size())
 
     def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of the policy, gathered one by one: a collective call."""
+        """Yield the policy's whole tensors, gathered one by one: a collective call."""
         for name, tensor in super().weights(wanted):
             yield name, whole(tensor)
 

@@ -22,13 +22,13 @@ from embodrl.processes.liveness import report_work
 from embodrl.types import EvalOutput
 
 Differentiated = tuple[LossOutput, tuple[Tensor | None, ...]]
-"""Loss of a micro-batch, and the gradients of what trains."""
-# A chunk that waits for inference holds up simulators; a micro-batch that waits delays nothing.
+"""Loss of a micro-batch, and the gradients of the trained weights."""
+# Inference comes first: a delayed chunk stalls simulators, a delayed micro-batch stalls nothing.
 NICENESS_BESIDE_ROLLOUTS = 10
 
 
 class NativeState(HeldState):
-    """State in one process; the reference is a policy that shares what does not train."""
+    """State in one process; the reference is a policy that shares the frozen weights."""
 
     def __init__(
         self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str, shares_weights: bool
@@ -49,12 +49,12 @@ class NativeTrainEngine(PolicyTrainEngine):
     """AdamW on the policy's own weights, which the rollout may use as well.
 
     Args:
-        policy: its ``trainable_groups`` train, the rest stays as it is; moved to the device.
-        options: what the run asks for. A reference costs as much memory again as the trained weights; the rest is
-            shared. Rollouts that may be stale are collected at the same time: on a CPU, inference and simulators then
-            go before training.
+        policy: its ``trainable_groups`` train, other weights are fixed; moved to the device.
+        options: engine options of the run. A reference costs as much memory again as the trained weights; the rest is
+            shared. Stale rollouts are collected during training: on a CPU, inference and simulators then have priority
+            over training.
         device: device on which the policy trains.
-        num_threads: micro-batches computed at the same time on a CPU.
+        num_threads: micro-batches computed in parallel on a CPU.
         shares_weights: the rollout uses the same tensors; False for a process that only trains.
     """
 
@@ -93,7 +93,7 @@ class NativeTrainEngine(PolicyTrainEngine):
             with autocast(self.precision, self.device):
                 output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
             report_work()
-            # Not ``backward``: threads would add to the same gradients, in the order in which they end.
+            # Not ``backward``: threads would add to the same gradients, in completion order.
             gradients = torch.autograd.grad(output.loss, trained, allow_unused=True)
             return LossOutput(output.loss.detach(), output.metrics), gradients
 
@@ -124,7 +124,7 @@ class NativeTrainEngine(PolicyTrainEngine):
     def _collect(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
         if parameters is not None:
             return {p: self.state.leaves.get(p, p) for p in parameters}
-        # In the order of the optimizer, in which their norms are summed.
+        # In optimizer order, in which their norms are summed.
         owner = {leaf: p for p, leaf in self.state.leaves.items()}
         stepped = [leaf for group in self.state.optimizer.param_groups for leaf in group["params"]]
         return {owner[leaf]: leaf for leaf in stepped}
@@ -132,6 +132,6 @@ class NativeTrainEngine(PolicyTrainEngine):
     def _clip(self, leaves: Leaves) -> float:
         trained = [leaf for leaf in leaves.values() if leaf.grad is not None]
         norm = nn.utils.get_total_norm([leaf.grad for leaf in trained if leaf.grad is not None])
-        if torch.isfinite(norm):  # else the gradients stay as they are, and what is not finite can be named
+        if torch.isfinite(norm):  # else the gradients stay unchanged, so that the non-finite ones can be named
             nn.utils.clip_grads_with_norm_(trained, self.config.optim.clip_grad, norm)
         return float(norm)

@@ -1,4 +1,4 @@
-"""What a run asks of its train engine."""
+"""Options of a run's train engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from embodrl.config.schema import ActorConfig, Config
 
 VALUE_GROUP = "value_head"
-"""Of ``VLAPolicy.trainable_groups``: what trains with ``actor.optim.value_lr``."""
+"""Groups of ``VLAPolicy.trainable_groups`` that train with ``actor.optim.value_lr``."""
 
 
 @dataclass(frozen=True)
@@ -15,10 +15,11 @@ class EngineOptions:
     """Settings of an engine.
 
     Attributes:
-        config: precision, optimizer, and batch sizes over all processes but ``micro_batch_size``, which is per process.
+        config: precision, optimizer, and batch sizes; all batch sizes are global except the per-process
+            ``micro_batch_size``.
         total_iterations: length of the run, for the learning-rate schedule.
-        keep_reference: keep the weights that train as they are now; a process keeps its part.
-        may_be_stale: rollouts may come from older policies; every update then reports how old they are.
+        keep_reference: keep the initial trained weights; each process keeps its part.
+        may_be_stale: rollouts may come from older policies; every update then reports their age.
     """
 
     config: ActorConfig

@@ -1,4 +1,4 @@
-"""What training backends with AdamW share; each says how weights are held and how gradients come about."""
+"""The common part of training backends with AdamW; each defines how weights are held and how gradients are computed."""
 
 from __future__ import annotations
 
@@ -35,19 +35,14 @@ logger = logging.getLogger(__name__)
 
 MAX_NONFINITE_IN_ROW = 5
 RowsT = TypeVar("RowsT", bound=Batch)
-"""A minibatch: a flat ``TrajectoryBatch``, or the frames of supervised fine-tuning."""
+"""A minibatch: a flat ``TrajectoryBatch``, or frames for supervised fine-tuning."""
 Outputs = tuple[Tensor | None, ...]
 Leaves = Mapping[nn.Parameter, nn.Parameter]
-"""Parameter -> what an optimizer changes of it, which has its gradient."""
+"""Parameter -> the optimizer's tensor for it, which holds its gradient."""
 
 
 class PolicyTrainEngine(TrainEngine):
-    """Gradients and optimizer steps on the weights of a policy. It knows no algorithm: updates drive it.
-
-    Args:
-        state: what training changes.
-        options: what the run asks for.
-    """
+    """Gradients and optimizer steps on a policy's weights. Algorithm-agnostic: updates drive it."""
 
     def __init__(self, state: HeldState, options: EngineOptions) -> None:
         self.state = state
@@ -65,10 +60,10 @@ class PolicyTrainEngine(TrainEngine):
     def attach(self, update: str, config: Config, on_step: Callable[[int, int], None] | None = None) -> Any:
         return import_object(update)(self, config, on_step)
 
-    # -- what a backend defines ---------------------------------------------------------------------------------------
+    # -- defined by backends -------------------------------------------------------------------------------------------
 
     def run(self, compute: Callable[[VLAPolicy], Outputs]) -> Outputs:
-        """Return what a computation with the policy returns; its weights are at hand."""
+        """Return the result of a computation with the policy while its weights are available."""
         return compute(self.policy)
 
     @abstractmethod
@@ -82,38 +77,38 @@ class PolicyTrainEngine(TrainEngine):
 
         Args:
             minibatch: flat; its rows are chunks.
-            loss_fn: loss of a micro-batch; those of a minibatch must add up to its loss.
-            parameters: what gets gradients; None: all of the policy that trains. The step that follows must name the
-                same.
+            loss_fn: loss of a micro-batch; the losses of a minibatch's micro-batches must sum to its loss.
+            parameters: parameters that get gradients; None: all trained weights of the policy. The following step must
+                use the same.
 
         Returns:
-            the loss and metrics, summed over the micro-batches; of metrics named ``..._max`` the largest.
+            the loss and metrics, summed over the micro-batches; metrics named ``..._max`` take the maximum.
         """
 
     @abstractmethod
     def _collect(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
-        """Return parameters whose gradients are summed over all processes, and what the optimizer changes of them."""
+        """Return parameters whose gradients are summed over all processes, and the optimizer's tensors for them."""
 
     @abstractmethod
     def _clip(self, leaves: Leaves) -> float:
-        """Scale the gradients of the leaves to ``optim.clip_grad``; return their L2 norm before."""
+        """Clip the leaves' gradients to ``optim.clip_grad``; return their L2 norm before."""
 
     @abstractmethod
     def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
-        """Write ``compute(rows)`` to ``result[rows]`` for the rows ``chosen``, a micro-batch at a time."""
+        """Write ``compute(rows)`` to ``result[rows]`` for the rows ``chosen``, one micro-batch at a time."""
 
     @abstractmethod
     def reference_policy(self) -> AbstractContextManager[Callable[..., EvalOutput]]:
-        """Return a context that gives ``evaluate`` of the policy that the run began with.
+        """Return a context that provides ``evaluate`` of the run's initial policy.
 
         Raises:
             EmbodrlError: no reference is kept.
         """
 
-    # -- forward passes -----------------------------------------------------------------------------------------------
+    # -- forward passes ------------------------------------------------------------------------------------------------
 
     def evaluate(self, forward_inputs: dict[str, Tensor], sampling: SamplingParams, **wanted: bool) -> EvalOutput:
-        """Return what ``VLAPolicy.evaluate_actions`` does."""
+        """Return the result of ``VLAPolicy.evaluate_actions``."""
 
         def compute(policy: VLAPolicy) -> Outputs:
             output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
@@ -122,7 +117,7 @@ class PolicyTrainEngine(TrainEngine):
         logprobs, entropy, values, errors = self.run(compute)
         return EvalOutput(cast(Tensor, logprobs), entropy, values, errors)
 
-    # -- steps --------------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def add_modules(
         self,
@@ -130,12 +125,9 @@ class PolicyTrainEngine(TrainEngine):
         modules: Mapping[str, nn.Module | nn.Parameter],
         policy_parts: Mapping[str, list[nn.Parameter]],
     ) -> SideModules:
-        """Let modules train beside the policy, with an optimizer of their own.
+        """Train modules, identical in all processes and on the device, alongside the policy, with their own optimizer.
 
-        Args:
-            section: of the engine's state.
-            modules: the same in all processes; on the device.
-            policy_parts: parameters of the policy that train with them, by the name of the part.
+        ``policy_parts`` are parameters of the policy that train with them, by part name.
         """
         return self.state.add_modules(section, modules, policy_parts)
 
@@ -143,31 +135,26 @@ class PolicyTrainEngine(TrainEngine):
         """Set the rates of the policy's optimizer; without ``train_policy`` only the value head trains."""
         for group in self.state.optimizer.param_groups:
             group["lr"] = rates.policy if group["role"] == "policy" else rates.value
-        # Without gradients AdamW passes the policy over: neither its weights nor its moments move.
+        # Without gradients AdamW skips the policy: neither its weights nor its moments move.
         self._let_policy_train(train_policy)
 
     def _let_policy_train(self, train_policy: bool) -> None:
-        """Give the policy gradients, or leave it without."""
         for parameter in self.state.policy_parameters:
             parameter.requires_grad_(train_policy)
 
     def optimizer_step(self, loss: Tensor, parameters: Sequence[nn.Parameter] | None = None) -> OptimizerStep:
-        """Clip the gradients, update the weights unless something is not finite, and clear the gradients.
-
-        Args:
-            loss: scalar; not finite means no update.
-            parameters: those of ``forward_backward``.
+        """Clip the gradients, update the weights if everything (``loss`` included) is finite, and clear the gradients.
 
         Raises:
-            NonFiniteError: the last steps were all not finite.
+            NonFiniteError: too many consecutive steps were not finite.
         """
         step = self._step(self.state.optimizer, parameters, loss, self.state)
         if step.applied:
-            self.state.adam.round_weights()
+            self.state.moments.round_weights()
         return step
 
     def modules_step(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> OptimizerStep:
-        """As ``optimizer_step``, with the optimizer of the modules beside the policy."""
+        """Like ``optimizer_step``, with the optimizer of the modules alongside the policy."""
         side = self.state.side
         assert side is not None, "modules were added"
         return self._step(side.optimizer, parameters, loss, side)
@@ -179,7 +166,7 @@ class PolicyTrainEngine(TrainEngine):
         loss: Tensor,
         owner: HeldState | SideModules,
     ) -> OptimizerStep:
-        """Step unless something is not finite; ``owner`` counts how often in a row that was so."""
+        """Step if everything is finite; ``owner`` counts consecutive failures."""
         leaves = self._collect(parameters)
         grad_norm = self._clip(leaves)
         where = ""
@@ -197,16 +184,16 @@ class PolicyTrainEngine(TrainEngine):
         if owner.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
                 f"the loss or its gradient was not finite {owner.nonfinite_in_row} times in a row, the last time"
-                f" {where}; the weights are as they were before",
-                "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and look for NaN in the "
-                "observations and rewards",
+                f" {where}; the weights are unchanged",
+                "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and check the "
+                "observations and rewards for NaN",
             )
         return OptimizerStep(applied, grad_norm)
 
     def complete_update(self) -> None:
         self.state.version += 1
-        # Before a rollout or a checkpoint gets them.
-        where = not_finite((name, held(parameter)) for name, parameter in self.state.adam.trained.items())
+        # Before a rollout or a checkpoint uses them.
+        where = not_finite((name, held(parameter)) for name, parameter in self.state.moments.trained.items())
         if where:
             raise NonFiniteError(
                 f"update {self.version} made weights NaN or infinite: {where}",
@@ -214,17 +201,17 @@ class PolicyTrainEngine(TrainEngine):
                 code="weights-not-finite",
             )
 
-    # -- memory and weights -------------------------------------------------------------------------------------------
+    # -- memory and weights --------------------------------------------------------------------------------------------
 
     def take_peak_memory(self) -> int | None:
         return take_peak_bytes(self.device)
 
     def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Those of the wanted names, or all."""
+        """Yield the weights with the wanted names, or all."""
         self.onload()
         yield from (named for named in self.policy.state_dict().items() if wanted is None or named[0] in wanted)
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> EngineState:
         return self.state.whole()
@@ -250,5 +237,5 @@ class PolicyTrainEngine(TrainEngine):
 
 
 def _named(state: HeldState, leaves: Leaves) -> Iterator[tuple[str, nn.Parameter]]:
-    named = state.adam.trained | ({} if state.side is None else state.side.trained())
+    named = state.moments.trained | ({} if state.side is None else state.side.trained())
     yield from ((name, leaves[parameter]) for name, parameter in named.items() if parameter in leaves)

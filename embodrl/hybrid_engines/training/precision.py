@@ -1,4 +1,4 @@
-"""Which number format the forward pass computes in."""
+"""Number format of the forward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Precision = Literal["fp32", "bf16"]
 
 
 def resolve_precision(setting: Literal["auto", "fp32", "bf16"], device: torch.device | str) -> Precision:
-    """Return the precision that a setting means on a device; auto is bf16 where the device has it in hardware.
+    """Return the precision of a setting on a device; auto is bf16 if the device has it in hardware.
 
-    On a CPU that is one with AVX512-BF16, AMX or Arm's bf16, unless ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA limit it.
+    A CPU needs AVX512-BF16, AMX or Arm's bf16, not disabled by ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA.
     """
     if setting != "auto":
         return setting
@@ -27,14 +27,14 @@ def resolve_precision(setting: Literal["auto", "fp32", "bf16"], device: torch.de
 
 
 def autocast(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:
-    """Return the context in which the forward pass runs at that precision."""
+    """Return the autocast context of the forward pass at that precision."""
     enabled = precision == "bf16"
-    # A forward pass uses each weight once, and the cache of bf16 copies would be shared by threads.
+    # A forward pass uses each weight once, and threads would share the cache of bf16 copies.
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
-    """Return the names of tensors with NaN or infinite elements, at most three; "" if there are none."""
+    """Return the names of at most three tensors with NaN or infinite elements; "" without any."""
     names = [f"'{name}'" for name, tensor in tensors if tensor is not None and not bool(tensor.isfinite().all())]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -1,4 +1,4 @@
-"""Training in other processes, as the training loop sees it."""
+"""Training in other processes, as seen by the training loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from embodrl.hybrid_engines.training.state_shapes import StateShapes, buckets, c
 from embodrl.models.base import VLAPolicy
 
 BUCKET_BYTES = 256 << 20
-"""Of tensors in transit between the training processes and the driver at a time."""
+"""Bytes of tensors in transit between the training processes and the driver at a time."""
 
 
 class PendingCall(Call, Protocol):
-    """A call whose answers can be waited for."""
+    """A call whose answers can be awaited."""
 
     def result(self) -> Any:
-        """Wait, and return the answers."""
+        """Wait for the answers and return them."""
         ...
 
 
@@ -35,7 +35,7 @@ class TrainerGroup(Protocol):
     """The training processes; ``WorkerGroup`` of ``ActorWorker``."""
 
     def call(self, method: str, *args: object) -> PendingCall:
-        """Begin a call on all processes."""
+        """Start a call on all processes."""
         ...
 
     def check(self) -> None:
@@ -43,30 +43,22 @@ class TrainerGroup(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """Kill the processes immediately."""
         ...
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         ...
 
 
 class RemoteTrainEngine(TrainEngine):
-    """Trains in a group of processes; the driver has a policy of its own.
-
-    The driver's policy gets the trained weights when they are needed (``fetch``).
-
-    Args:
-        policy: policy of the driver, on its device.
-        group: group of the training processes, started.
-        memory: the weights of the driver's policy, where they may be offloaded between rollouts.
-    """
+    """Trains in a group of processes; the driver's own policy gets the trained weights on demand (``fetch``)."""
 
     def __init__(self, policy: VLAPolicy, group: TrainerGroup, memory: Offload | None = None) -> None:
         self.policy = policy
         self.group = group
         self.memory = memory
-        self._behind = False  # the driver's policy is older than the trained one
+        self._behind = False  # whether the driver's policy is older than the trained one
         self._shapes: StateShapes | None = None
         self._counters: Counters = {"version": 0, "nonfinite_in_row": 0}
         trained = {id(p) for group in policy.trainable_groups().values() for p in group}
@@ -82,11 +74,8 @@ class RemoteTrainEngine(TrainEngine):
     def call_update(self, number: int, method: str, args: Sequence[object]) -> Any:
         """Call a method of an update in every process; return the answer of rank 0.
 
-        Args:
-            number: of the update, in the order in which they were attached.
-            method: its name.
-            args: of the method. Random generators continue here where they have come to there: every process has a
-                copy. Iterators arrive as lists.
+        Updates are numbered in attachment order. Random generators among ``args`` are copied to every process, and
+        continue here from their final state there. Iterators arrive as lists.
         """
         generators = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Generator)}
         sent = [None if isinstance(arg, torch.Generator) else arg for arg in args]
@@ -127,7 +116,7 @@ class RemoteTrainEngine(TrainEngine):
         return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
 
     def load_state_dict(self, saved: EngineState) -> None:
-        # Refused before any process has changed.
+        # Rejected before any process has changed.
         check_fit(saved.tensors, self.shapes(), saved.state)
         self.onload()
         mine = self.policy.state_dict()
@@ -149,13 +138,13 @@ class RemoteTrainEngine(TrainEngine):
         facts: FileFacts = {}
         for found in self._call("save_shards", str(directory.absolute())):
             if isinstance(found, tuple):
-                # Answered and not raised by a process, since an error of one process ends the whole group.
+                # Returned, not raised, by a process, since an error of one process ends the whole group.
                 raise OSError(*found)
             facts |= found
         return facts
 
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
-        """See ``TrainEngine``. Only weights are read here."""
+        """See ``TrainEngine``. Reads only weights here."""
         from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole  # see sharding
 
         check_fit(read_index(directory), self.shapes(), counters)
@@ -166,13 +155,13 @@ class RemoteTrainEngine(TrainEngine):
         self._counters = dict(counters)
 
     def shapes(self) -> StateShapes:
-        """See ``TrainEngine``; asked once, after all updates are attached."""
+        """Queried once, after all updates are attached."""
         if self._shapes is None:
             self._shapes = cast(StateShapes, self._call("shapes")[0])
         return self._shapes
 
     def offload(self) -> OffloadReport | None:
-        """Weights leave as well, since what acts has its own. Bytes are those of all processes."""
+        """Offload the weights as well, since the rollout has its own copy; bytes are totals over the processes."""
         found = [report for report in self._call("offload") if report is not None]
         return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
 
@@ -186,16 +175,12 @@ class RemoteTrainEngine(TrainEngine):
         self.group.close()
 
     def _stream(self, section: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors; one bucket of them is on its way at a time."""
+        """Yield whole tensors, with one bucket in transit at a time."""
         for names in buckets(sizes, BUCKET_BYTES):
             yield from self._call("gather", section, names)[0].items()
 
     def _call(self, method: str, *args: object) -> Any:
-        """Return what the processes return; if one of them fails, all end: the others would wait for it.
-
-        Raises:
-            WorkerError: one died or raised.
-        """
+        """Return the processes' answers; if one fails, all are stopped, because the others would wait for it."""
         call: PendingCall | None = None
         try:
             self.group.check()
@@ -208,12 +193,7 @@ class RemoteTrainEngine(TrainEngine):
 
 
 class RemoteUpdate:
-    """Stands for an update in every training process: its methods are called there.
-
-    Args:
-        engine: of the processes.
-        number: of the update.
-    """
+    """Proxy of an update in every training process: method calls are forwarded."""
 
     def __init__(self, engine: RemoteTrainEngine, number: int) -> None:
         self._engine = engine

@@ -1,8 +1,8 @@
-"""A training state on disk in shards: every process writes what it holds, and any number of processes reads it.
+"""A training state on disk in shards: every process writes its part, and any number of processes can read it.
 
 ``torch.distributed.checkpoint`` with its safetensors storage: a directory per section, one file per process and bucket,
-whose header tells where in the whole its tensors belong. Nothing is pickled on disk, nothing is gathered, and each
-process needs extra memory for its share of one bucket.
+whose header maps its tensors into the whole. Nothing is pickled on disk, nothing is gathered, and each process needs
+extra memory for its share of one bucket.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from embodrl.hybrid_engines.training.state_shapes import StateShapes, buckets, c
 SECTIONS = ("policy", "optimizer", "reference")
 _RESTORE = "resume from an older checkpoint, or restore the file"
 BUCKET_BYTES = 1 << 30
-"""Of whole tensors that are written or read at a time."""
+"""Bytes of whole tensors written or read at a time."""
 
 
 class ShardedState(Protocol):
-    """A training state of which this process holds a part; ``HeldState``, which documents the methods."""
+    """A training state held in parts by several processes; ``HeldState`` documents the methods."""
 
     @property
     def is_shared(self) -> bool: ...
@@ -53,18 +53,13 @@ class ShardedState(Protocol):
 
 
 def save_state(state: ShardedState, directory: Path) -> FileFacts:
-    """Write what this process holds of an engine's state; a collective call of all that share it.
+    """Write this process's part of an engine's state; a collective call. Return the files of this process.
 
-    Args:
-        state: state of an engine, after or before any update.
-        directory: a new one, on a file system that all processes see.
-
-    Returns:
-        the files that this process wrote, all of them synced; the checksums are those of the memory.
+    ``directory`` is new, on a file system that all processes see. All files are synced; checksums are of the memory.
 
     Raises:
         OSError: a process could not write; all of them raise.
-        CheckpointError: it failed otherwise.
+        CheckpointError: another failure.
     """
     facts: FileFacts = {}
     for section, sizes in state.inventory().items():
@@ -76,14 +71,14 @@ def save_state(state: ShardedState, directory: Path) -> FileFacts:
             writer = HuggingFaceStorageWriter(str(directory / section), file_numbers, save_distributed=True)
             # The library's own file system keeps no checksums.
             writer.fs = files
-            parts = _apart(state.parts(section, names))
+            parts = _without_shared_memory(state.parts(section, names))
             _collective(save, parts, storage_writer=writer, no_dist=not state.is_shared)
         facts |= {f"{section}/{name}": fact for name, fact in files.facts.items()}
     return facts
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of which no two share memory, which the safetensors library refuses; copies only where needed."""
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors that share no memory, as the safetensors library requires; copies only where needed."""
     seen = set[int]()
     found = dict[str, Tensor]()
     for name, tensor in tensors.items():
@@ -94,17 +89,12 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_state(state: ShardedState, directory: Path, counters: Mapping[str, int]) -> None:
-    """Read what this process holds of a state that ``save_state`` wrote, perhaps with other numbers of processes.
+    """Read this process's part of a ``save_state`` result, possibly from another number of processes.
 
-    A collective call of all that share it. Weights are read in place.
-
-    Args:
-        state: state of an engine with the same policy.
-        directory: whole and intact.
-        counters: counters of the engine that wrote it.
+    A collective call of all processes that share the state. Weights are read in place.
 
     Raises:
-        CheckpointError: it is of another policy, or can't be read.
+        CheckpointError: it belongs to another policy, or is unreadable.
     """
     index = read_index(directory)
     check_fit(index, state.shapes(), counters)
@@ -132,10 +122,10 @@ def read_index(directory: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def read_whole(directory: Path, section: str, targets: Mapping[str, Tensor]) -> None:
-    """Read tensors of a section in place, in one piece, without other processes.
+    """Read whole tensors of a section in place, without other processes.
 
     Raises:
-        CheckpointError: one is missing, or can't be read.
+        CheckpointError: one is missing or unreadable.
     """
     _read(targets, _Reader(str(directory / section)), alone=True)
 
@@ -145,26 +135,23 @@ def _read(targets: Mapping[str, Tensor], reader: _Reader, alone: bool) -> None:
         _collective(load, dict(targets), storage_reader=reader, no_dist=alone)
     except OSError as error:
         raise CheckpointError(
-            f"{reader.path} can't be read: {error}", "all processes must see the directory", code="checkpoint-damaged"
+            f"{reader.path} can't be read: {error}",
+            "all processes need access to the directory",
+            code="checkpoint-damaged",
         ) from error
 
 
 def _collective(function: Callable[..., object], *args: object, **kwargs: object) -> None:
-    """Call a function of DCP, which tells all processes of the failure of one.
-
-    Raises:
-        OSError: the first in any process.
-        CheckpointError: something else failed.
-    """
+    """Call a function of DCP, which reports the failure of one process to all."""
     try:
         with warnings.catch_warnings():
-            # Said of no_dist, too, which is the intent.
+            # Also raised for no_dist, which is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             function(*args, **kwargs)
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         cause = next((found for found in causes if isinstance(found, OSError)), None)
-        # A full disk must reach the caller as such: the run continues without this checkpoint.
+        # A full disk must reach the caller as OSError: the run continues without this checkpoint.
         if cause is not None:
             raise OSError(cause.errno, cause.strerror or str(cause)) from error
         rank, first = next(iter(error.failures.items()))
@@ -179,7 +166,7 @@ class _Reader(HuggingFaceStorageReader):
     def read_metadata(self) -> Metadata:
         if self._metadata is None:
             try:
-                # The library bounds the headers; what it finds in them is only used if it fits the policy.
+                # The library bounds header sizes; header contents are only used if they fit the policy.
                 self._metadata = super().read_metadata()
             except (SafetensorError, ValueError, LookupError, TypeError, RecursionError, OSError) as error:
                 raise CheckpointError(
@@ -189,7 +176,7 @@ class _Reader(HuggingFaceStorageReader):
 
 
 class _HashedFiles(FileSystem):
-    """Keeps size and SHA-256 of what is written."""
+    """Records size and SHA-256 of written files."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +191,7 @@ class _HashedFiles(FileSystem):
 
 
 class _HashedStream:
-    """A stream that is written to."""
+    """A writable stream that hashes its data."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""A policy sharded over processes: FSDP2 by block, and what a process holds of a tensor.
+"""Sharding of a policy over processes (FSDP2 by block), and access to a process's part of a tensor.
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023; ``torch.distributed.fsdp``.
 """
@@ -23,34 +23,30 @@ if TYPE_CHECKING:  # they import torch's compiler: 1.5 s in every process
 
 DP = "dp"
 TP = "tp"
-"""Mesh dimensions: data parallel, which FSDP cuts over, and tensor parallel."""
+"""Mesh dimensions: data parallel, which FSDP shards over, and tensor parallel."""
 OTHER_FORWARDS = ("keys_values",)
-"""Methods by which a block is run besides ``forward``."""
+"""Methods besides ``forward`` by which a block is run."""
 FLOAT32_PARTS = ("value_head", "noise_head")
-"""Groups that compute in float32 whatever the rest does."""
+"""Groups that always compute in float32."""
 
 
 class Forward(nn.Module):
-    """A forward pass through the policy, in a module whose outputs FSDP can see.
-
-    Args:
-        policy: policy that computes.
-    """
+    """A forward pass through the policy, as a module whose outputs FSDP can see."""
 
     def __init__(self, policy: VLAPolicy) -> None:
         super().__init__()
         self.policy = policy
 
     def forward(self, compute: Callable[[VLAPolicy], tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-        """Return copies of what ``compute`` returns."""
+        """Return copies of the results of ``compute``."""
         # FSDP warns about views: an in-place operation on one would lose its hooks.
         return tuple(None if tensor is None else tensor.clone() for tensor in compute(self.policy))
 
 
 def blocks_of(policy: VLAPolicy) -> list[nn.Module]:
-    """Return the blocks of the transformers in a policy: what lists of modules with several linear layers hold.
+    """Return the transformer blocks of a policy: the modules in module lists that have several linear layers.
 
-    A block that never runs is none of them: FSDP would wait for its gradients.
+    Blocks that never run are excluded: FSDP would wait for their gradients.
     """
     unused = {id(p) for p in policy.unused_parameters()}
     return [
@@ -64,18 +60,13 @@ def blocks_of(policy: VLAPolicy) -> list[nn.Module]:
 
 
 def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> Forward:
-    """Cut the weights of a policy over ``mesh[DP]``, block by block; gradients are summed, not averaged.
+    """Shard a policy over ``mesh[DP]``, block by block; return the module to run forward passes with.
 
-    Args:
-        policy: whole, the same in all processes; its parameters are replaced by DTensors.
-        mesh: with the dimension DP, of the device that the policy is on.
-        config: what is gathered, and when it is given up.
-
-    Returns:
-        The module to run forward passes with.
+    Gradients are summed, not averaged. The policy is identical in all processes; its parameters are replaced by
+    DTensors. ``config`` sets the gather dtype, and when gathered weights are freed.
 
     Raises:
-        EmbodrlError: weights that train have several types, which FSDP does not take.
+        EmbodrlError: trained weights have several dtypes, which FSDP does not support.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -86,11 +77,11 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
         register_fsdp_forward_method,
     )
 
-    apart = {id(p) for name, part in policy.parts().items() if name in FLOAT32_PARTS for p in part.parameters()}
-    types = {p.dtype for p in policy.parameters() if p.requires_grad and id(p) not in apart}
+    in_float32 = {id(p) for name, part in policy.parts().items() if name in FLOAT32_PARTS for p in part.parameters()}
+    types = {p.dtype for p in policy.parameters() if p.requires_grad and id(p) not in in_float32}
     if len(types) > 1:
         raise EmbodrlError(
-            f"weights that train are of {' and '.join(sorted(map(str, types)))}, and FSDP takes one type",
+            f"trained weights have the types {' and '.join(sorted(map(str, types)))}, but FSDP supports one type",
             "set actor.param_dtype=fp32 with actor.fsdp.gather_dtype=bf16, or model.trainable=lora",
             code="fsdp-types",
         )
@@ -107,17 +98,17 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
                 register_fsdp_forward_method(block, name)
     for name, part in policy.parts().items():
         if name in FLOAT32_PARTS:
-            # Groups of their own, since a group is gathered in one type.
+            # Separate groups, since a group is gathered in one dtype.
             fully_shard(part, reshard_after_forward=False, mp_policy=same, **settings)
     module = Forward(policy)
-    # Weights of the root are needed again right after the forward pass, by the backward pass.
+    # The backward pass needs the root's weights again right after the forward pass.
     fully_shard(module, reshard_after_forward=False, mp_policy=low, **settings)
     for part in fsdp_modules(module):
         # Losses are already divided by the counts of the whole minibatch, so gradients of the shares add up.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
-    # The first forward pass would replace the tensors that the optimizer is about to hold; and a head that no loss
-    # reads would never be gathered, which adding up gradients does not expect.
+    # The first forward pass would replace the tensors that the optimizer is about to hold; and a head whose output no
+    # loss reads would never be gathered, which gradient accumulation does not expect.
     cast(FSDPModule, module).unshard()
     for part in fsdp_modules(module):
         part.unshard()
@@ -126,24 +117,24 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """Return all modules whose weights are sharded as a group."""
+    """Return all modules whose weights form a sharding group."""
     from torch.distributed.fsdp import FSDPModule
 
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether processes hold parts of a tensor."""
+    """Return whether a tensor is sharded over processes."""
     return hasattr(tensor, "device_mesh")
 
 
 def held(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: the same memory."""
+    """Return this process's part of a tensor: the same memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the tensor in one piece, without gradient; a collective call where it is sharded."""
+    """Return the whole tensor, without gradient; a collective call if it is sharded."""
     found = tensor.detach()
     if not is_sharded(found):
         return found
@@ -161,7 +152,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def like(local: Tensor, spec: Tensor) -> Tensor:
-    """Return what a process holds of a tensor as a part of it, sharded as ``spec`` is."""
+    """Wrap a process's part as a DTensor sharded like ``spec``."""
     if not is_sharded(spec):
         return local
     return type(spec).from_local(
@@ -170,11 +161,11 @@ def like(local: Tensor, spec: Tensor) -> Tensor:
 
 
 def part_of(full: Tensor, spec: Tensor) -> Tensor:
-    """Return what this process holds of ``full``, if that is sharded as ``spec`` is. No communication."""
+    """Return this process's part of ``full`` if sharded like ``spec``. No communication."""
     if not is_sharded(spec):
         return full
     mesh = spec.device_mesh
-    # FSDP cuts what tensor parallelism has left, which is the last dimension of the mesh.
+    # FSDP shards the dimensions left by tensor parallelism, the last dimension of the mesh.
     for dimension in reversed(range(mesh.ndim)):
         placement = spec.placements[dimension]
         if _is_cut(placement):
@@ -187,7 +178,7 @@ def part_of(full: Tensor, spec: Tensor) -> Tensor:
 
 
 def num_copies(tensor: Tensor, world_size: int) -> int:
-    """Return how many processes hold the same part of a tensor."""
+    """Return the number of processes that hold the same part of a tensor."""
     if not is_sharded(tensor):
         return world_size
     cut = 1
@@ -197,5 +188,5 @@ def num_copies(tensor: Tensor, world_size: int) -> int:
 
 
 def _is_cut(placement: Placement) -> bool:
-    # FSDP over tensor parallelism cuts by a private class of torch, which is known by its name only.
+    # FSDP over tensor parallelism shards with a private torch class, recognised by name only.
     return placement.is_shard() or type(placement).__name__ == "_StridedShard"

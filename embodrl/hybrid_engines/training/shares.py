@@ -1,4 +1,4 @@
-"""Training in one of several processes that take a share of the rows each.
+"""Training in one of several processes that each take a share of the rows.
 
 Every process calls the same methods with the same arguments. Losses are divided by the counts of the whole minibatch,
 so that gradients and metrics are sums over the shares.
@@ -27,17 +27,17 @@ from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import report_work
 from embodrl.types import EvalOutput
 
-CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+CLIP_EPS = 1e-6  # like torch.nn.utils.clip_grad_norm_
 
 
 class SharedState(HeldState):
-    """State of which this process holds a part, with the reference's part of the weights."""
+    """This process's part of a shared state, including its part of the reference weights."""
 
     is_shared = True
 
     def __init__(self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str) -> None:
         super().__init__(policy, options, device)
-        # Copies: the optimizer changes the weights in place.
+        # Copies: the optimizer updates the weights in place.
         kept = self.policy_parameters if options.keep_reference else None
         self.reference = None if kept is None else [held(p).detach().clone() for p in kept]
 
@@ -46,7 +46,7 @@ class SharedState(HeldState):
 
     @torch.no_grad()
     def swap_reference(self) -> None:
-        """Put the weights of the reference in the place of the policy's, or these back.
+        """Swap the reference weights with the policy's.
 
         Raises:
             EmbodrlError: no reference is kept.
@@ -67,13 +67,7 @@ StateT = TypeVar("StateT", bound=SharedState)
 
 
 class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
-    """AdamW on what this process holds of the weights, by gradients of its share of the rows.
-
-    Args:
-        state: of the policy, already sharded, on the device.
-        options: what the run asks for.
-        mesh: with the dimension DP: the processes of different shares.
-    """
+    """AdamW on this process's part of the weights, with gradients of its share (``mesh[DP]``) of the rows."""
 
     state: StateT
 
@@ -85,14 +79,14 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
         self.share = mesh.get_local_rank(DP)
 
     def _before_backward(self, last: bool) -> None:
-        """Prepare for the gradients of a micro-batch, of a minibatch's last one if ``last``."""
+        """Prepare for the gradients of a micro-batch; ``last`` marks the last one of a minibatch."""
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _rows(self, num_rows: int) -> list[tuple[Tensor, bool]]:
-        """Return the micro-batches of this process, and whether they count: all processes get as many.
+        """Return this process's micro-batches, and whether they count: all processes get equally many.
 
-        Gathering weights is a collective call, so that a process without rows runs the first one for nothing.
+        Gathering weights is a collective call, so a process without rows runs the first micro-batch as a dummy.
         """
         shares = [r.split(self.config.micro_batch_size) for r in torch.arange(num_rows).tensor_split(self.num_shares)]
         mine = [(rows, True) for rows in shares[self.share] if len(rows)]
@@ -111,7 +105,7 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
             self._before_backward(last=index == len(parts) - 1)
             with autocast(self.precision, self.device):
                 output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
-            # Zero and not left out: the backward pass of every process takes part in collective calls.
+            # Zero, not omitted: the backward pass of every process takes part in collective calls.
             loss = output.loss if counts else output.loss * 0.0
             loss.backward()
             report_work()
@@ -124,7 +118,7 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
         return self._sum_over_shares(total, metrics)
 
     def _sum_over_shares(self, loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return loss and metrics of the whole minibatch, the same in all processes."""
+        """Return loss and metrics of the whole minibatch, identical in all processes."""
         largest = [name for name in metrics if is_largest(name)]
         summed = [name for name in metrics if not is_largest(name)]
         # float64, so that the rounding of the sum over processes is negligible.
@@ -138,7 +132,7 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
         return values[0].float(), dict(zip(names, values[1:].float(), strict=True))
 
     def _num_copies(self, parameter: nn.Parameter) -> int:
-        """Return how many processes hold the same part of a parameter."""
+        """Return the number of processes that hold the same part of a parameter."""
         raise NotImplementedError
 
     def _collect(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
@@ -150,7 +144,7 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
         return self._collect_policy(parameters)
 
     def _collect_policy(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
-        """Return what of ``parameters`` is the policy's, its gradients being collected, and the others as they are."""
+        """Split ``parameters`` into the policy's, with collected gradients, and the others, unchanged."""
         raise NotImplementedError
 
     def _clip(self, leaves: Leaves) -> float:
@@ -158,18 +152,18 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
         for parameter, leaf in leaves.items():
             if leaf.grad is not None:
                 total = leaf.grad.detach().float().square().sum(dtype=torch.float64)
-                # A part that several processes hold must count once in the sum over all of them.
+                # A part held by several processes must count once in the sum over all of them.
                 square += total.to(self.device) / self._num_copies(parameter)
         dist.all_reduce(square)
         norm = math.sqrt(float(square)) if torch.isfinite(square) else float(square)
         factor = self.config.optim.clip_grad / (norm + CLIP_EPS)
-        if math.isfinite(norm) and factor < 1.0:  # else what is not finite can still be named
+        if math.isfinite(norm) and factor < 1.0:  # otherwise the non-finite ones can still be named
             for leaf in leaves.values():
                 if leaf.grad is not None:
                     leaf.grad.mul_(factor)
         return norm
 
-    # -- log-probs ----------------------------------------------------------------------------------------------------
+    # -- log-probs -----------------------------------------------------------------------------------------------------
 
     def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
         found = result.new_zeros(len(chosen), *result.shape[1:], device=self.device)
@@ -177,7 +171,7 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
             outputs = compute(chosen[rows])
             if counts:
                 found[rows.to(self.device)] = outputs.to(self.device)
-        # Each process has filled its own rows and left the others 0, so the sum has them all.
+        # Each process has filled its own rows and left the others 0, so the sum is complete.
         dist.all_reduce(found, group=self.group)
         result[chosen] = found.to(result.device)
 

@@ -1,4 +1,4 @@
-"""Modules that train beside the policy: critics, their targets, a temperature."""
+"""Modules that train alongside the policy: critics, their targets, a temperature."""
 
 from __future__ import annotations
 
@@ -14,27 +14,24 @@ from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.sharding import like, part_of
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-HINT = "resume with the model settings that the checkpoint was made with"
+HINT = "resume with the model settings of the checkpoint"
 
 Part: TypeAlias = "nn.Module | nn.Parameter"
 
 
 class SideModules:
-    """Modules with an optimizer of their own, which may train parts of the policy as well.
+    """Modules with their own optimizer, which may train parts of the policy as well.
 
     They are small: every training process holds them whole, and their gradients are summed over the processes.
 
     Args:
-        section: of the engine's state.
-        modules: saved by name; what asks for gradients trains.
-        policy_parts: parameters of the policy that train with them: name of the part -> name -> parameter. Their
-            weights are saved with the policy.
-        leaves: parameter of the policy -> what an optimizer changes.
-        optim: betas and eps of AdamW.
+        modules: saved by name; parameters that require gradients train.
+        policy_parts: parameters of the policy that train with them: part name -> name -> parameter. Their weights are
+            saved with the policy.
+        leaves: parameter of the policy -> the optimizer's tensor.
 
     Attributes:
-        optimizer: AdamW with a group per part that trains.
-        nonfinite_in_row: steps in a row whose loss or gradient was not finite.
+        nonfinite_in_row: consecutive steps whose loss or gradient was not finite.
     """
 
     def __init__(
@@ -56,24 +53,24 @@ class SideModules:
         self.optimizer = fused_adamw(groups, optim.betas, optim.eps)
 
     def leaf(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what the optimizer changes of a parameter."""
+        """Return the optimizer's tensor of a parameter."""
         return self._leaves.get(parameter, parameter)
 
     def parameters(self, *parts: str) -> list[nn.Parameter]:
-        """Return what trains of these parts, or of all."""
+        """Return the trained parameters of these parts, or of all."""
         return [p for name in parts or self._parts for p in self._parts[name].values()]
 
     def own_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-        """Yield those that are of the modules, and not of the policy."""
+        """Yield the parameters that belong to the modules, not the policy."""
         own = {id(p) for p in self.weights().values()}
         yield from (p for p in parameters if id(p) in own)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that train, by the names of the state."""
+        """Return the trained parameters by state name."""
         return {name: p for named in self._parts.values() for name, p in named.items()}
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return the weights that the section keeps, by name."""
+        """Return the section's weights, by name."""
         return {name: p for part, module in self.modules.items() for name, p in _named(part, module).items()}
 
     def set_learning_rates(self, rates: Mapping[str, float]) -> None:
@@ -87,10 +84,10 @@ class SideModules:
         for state in self.optimizer.state.values():
             yield from (state[key] for key in ADAM_STATE[1:] if key in state)
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return weights and moments by name as they are held, without copies."""
+        """Return weights and moments by name as stored, without copies."""
         kept: dict[str, Tensor] = {name: p.detach() for name, p in self.weights().items()}
         for name, parameter in self.trained().items():
             state = self.optimizer.state.get(self.leaf(parameter), {})
@@ -115,7 +112,7 @@ class SideModules:
             self.optimizer.state[leaf][key] = part.to(leaf.device, copy=True)
 
     def make_room(self, names: Iterable[str]) -> None:
-        """Make the moments of these names, to be written into."""
+        """Allocate the moments of these names for loading."""
         trained = self.trained()
         for name in names:
             key, _, owner = name.partition(".")
@@ -132,12 +129,7 @@ class SideModules:
 
 
 def check_side(saved: Mapping[str, Tensor], weights: Mapping[str, tuple[int, ...]], trained: Iterable[str]) -> None:
-    """Refuse a section of other modules.
-
-    Args:
-        saved: tensors by name.
-        weights: shapes of what it must have.
-        trained: names of what may have moments; those of the policy's parts are among them.
+    """Reject a section of other modules; only names in ``trained`` may have moments.
 
     Raises:
         CheckpointError: names or shapes differ.
@@ -157,7 +149,7 @@ def check_side(saved: Mapping[str, Tensor], weights: Mapping[str, tuple[int, ...
 
 
 def _mismatch(name: str) -> CheckpointError:
-    message = f"the checkpoint's modules beside the policy do not fit: '{name}'"
+    message = f"the checkpoint's modules alongside the policy do not match: '{name}'"
     return CheckpointError(message, HINT, code="checkpoint-mismatch")
 
 

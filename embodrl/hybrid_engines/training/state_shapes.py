@@ -1,19 +1,20 @@
-"""The shapes of an engine's state, and whether a saved one fits."""
+"""The shapes of an engine's state, and checks of a saved one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.training.side_modules import ADAM_STATE, HINT, SideModules, check_side
+from embodrl.hybrid_engines.training.optimizers import ADAMW, KeptState
+from embodrl.hybrid_engines.training.side_modules import HINT, SideModules, check_side
 
 FLOAT32_BYTES = 4
 MASTER = "master"
-"""What the optimizer keeps of weights in half precision besides: they in float32."""
+"""Further optimizer state of half-precision weights: the weights in float32."""
 HAS_MOMENTS = "has_moments"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -21,15 +22,16 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StateShapes:
-    """What a saved state must have.
+    """Required contents of a saved state.
 
     Attributes:
         policy: shapes of all weights and saved buffers.
-        trained: shapes of the parameters that train.
+        trained: shapes of the trained parameters.
         reference: shapes of the reference's own weights; empty without a reference.
-        num_bytes: that the state takes once every weight has been trained.
-        side: shapes of the weights of modules beside the policy, by section.
-        side_trained: names of what trains with them, by section.
+        num_bytes: size of the state once every weight has been trained.
+        side: shapes of the weights of modules alongside the policy, by section.
+        side_trained: names of the parameters trained with them, by section.
+        numbers, moments: what the optimizer keeps of a trained parameter: scalars, and tensors of its shape.
     """
 
     policy: Shapes
@@ -38,10 +40,11 @@ class StateShapes:
     num_bytes: int
     side: dict[str, Shapes] = field(default_factory=dict[str, Shapes])
     side_trained: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    numbers: tuple[str, ...] = ADAMW.numbers
+    moments: tuple[str, ...] = ADAMW.moments
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The names of the sections."""
         return ("policy", "optimizer", *(["reference"] if self.reference else []), *self.side)
 
     @classmethod
@@ -52,24 +55,26 @@ class StateShapes:
         reference: Mapping[str, Tensor] | None = None,
         masters: Iterable[str] = (),
         side: SideModules | None = None,
+        kept: KeptState = ADAMW,
     ) -> Self:
-        """Return the shapes of a policy's state; those of sharded tensors are of the whole.
+        """Return the shapes of a policy's state; sharded tensors have their whole shapes.
 
-        Of ``masters``, among ``trained``, there are a float32 copy and moments in float32.
+        For ``masters``, a subset of ``trained``, there are a float32 copy and float32 moments.
         """
         weights = dict(policy.state_dict())
         names = set(masters)
-        moments = [p for name, p in trained.items() if name not in names]
-        # Moments count twice: exp_avg and exp_avg_sq.
-        kept = [*weights.values(), *(reference or {}).values(), *moments, *moments]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-        # 3: the float32 copy and its two moments.
-        num_bytes += sum(3 * FLOAT32_BYTES * trained[name].numel() for name in names)
+        moments = [p for name, p in trained.items() if name not in names] * len(kept.moments)
+        tensors = [*weights.values(), *(reference or {}).values(), *moments]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        in_float32 = 1 + len(kept.moments)  # the copy and its moments
+        num_bytes += sum(in_float32 * FLOAT32_BYTES * trained[name].numel() for name in names)
         shapes = (_shapes(weights), _shapes(trained), _shapes(reference or {}))
+        found = cls(*shapes, num_bytes, numbers=kept.numbers, moments=kept.moments)
         if side is None:
-            return cls(*shapes, num_bytes)
-        beside = {side.section: _shapes(side.weights())}
-        return cls(*shapes, num_bytes + side.num_bytes(), beside, {side.section: list(side.trained())})
+            return found
+        side_shapes = {side.section: _shapes(side.weights())}
+        side_trained = {side.section: list(side.trained())}
+        return replace(found, num_bytes=num_bytes + side.num_bytes(), side=side_shapes, side_trained=side_trained)
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -79,18 +84,17 @@ def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
 def check_fit(
     saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes, counters: Mapping[str, int] | None = None
 ) -> None:
-    """Refuse a state of another policy, or one that has lost its moments.
+    """Reject a state of another policy, or one that has lost its moments.
 
-    Args:
-        saved: tensors by section and name.
-        shapes: what it must have.
-        counters: saved with it; those of earlier versions do not tell whether there were moments.
+    ``counters`` of earlier versions do not record whether there were moments.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
     if (counters or {}).get(HAS_MOMENTS) and not saved.get("optimizer"):
-        message = "the checkpoint's optimizer state is empty, and weights had been trained: they would lose momentum"
+        message = (
+            "the checkpoint's optimizer state is empty although weights had been trained: they would lose momentum"
+        )
         raise CheckpointError(message, "use an earlier checkpoint", code="checkpoint-damaged")
     _check_weights(saved.get("policy", {}), shapes.policy)
     if shapes.reference:
@@ -99,14 +103,14 @@ def check_fit(
         check_side(saved.get(section, {}), weights, shapes.side_trained[section])
     moments = dict(saved.get("optimizer", {}))
     for name, shape in shapes.trained.items():
-        found = [t for key in ADAM_STATE if (t := moments.pop(f"{key}.{name}", None)) is not None]
+        keys = (*shapes.numbers, *shapes.moments)
+        found = [t for key in keys if (t := moments.pop(f"{key}.{name}", None)) is not None]
         copy = moments.pop(f"{MASTER}.{name}", None)
         if not found:
             continue  # not trained yet when the checkpoint was made
         if copy is not None:
             found.append(copy)
-        # The first one is ``step``, a scalar.
-        if len(found) < len(ADAM_STATE) or any(tuple(tensor.shape) != shape for tensor in found[1:]):
+        if len(found) < len(keys) or any(tuple(tensor.shape) != shape for tensor in found[len(shapes.numbers) :]):
             raise CheckpointError(
                 f"the checkpoint's optimizer state does not fit '{name}'", HINT, code="checkpoint-mismatch"
             )
@@ -161,5 +165,5 @@ def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
 
 
 def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
+    """Return the bytes of tensors, by name; sharded ones count whole."""
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

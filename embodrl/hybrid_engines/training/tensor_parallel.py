@@ -1,7 +1,7 @@
 """Tensor parallelism of the decoder layers of Llama, Qwen3 and Gemma, by DTensor plans.
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019: the
-projections into attention and MLP are cut by columns, those out of them by rows, and each block needs two sums.
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019: the input
+projections of attention and MLP are sharded by columns, the output projections by rows, and each block needs two sums.
 """
 
 from __future__ import annotations
@@ -50,23 +50,19 @@ def decoder_layers(policy: nn.Module) -> dict[str, nn.Module]:
 
 
 def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Cut the decoder layers of a policy over a one-dimensional mesh; everything else stays whole.
-
-    Args:
-        policy: whole, the same in all processes; changed in place.
-        mesh: mesh of the processes that share a layer.
+    """Shard the decoder layers of a policy in place over a one-dimensional mesh; everything else stays whole.
 
     Returns:
-        Names of the parameters that all processes hold whole, and of whose gradient each has a part: the norms of
-        single heads, and keys and values that all heads share.
+        names of the whole parameters of whose gradient each process has a part: per-head norms, and keys and values
+        shared by all heads.
 
     Raises:
-        EmbodrlError: the policy has no such layers, they have adapters, or their heads can't be shared out.
+        EmbodrlError: the policy has no such layers, they have adapters, or their heads cannot be divided evenly.
     """
     layers = decoder_layers(policy)
     if not layers:
         raise EmbodrlError(
-            f"{type(policy).__name__} has no plain decoder layers that tensor parallelism can cut",
+            f"{type(policy).__name__} has no plain decoder layers that tensor parallelism can shard",
             "set actor.tensor_parallel_size=1; it does not support low-rank adapters",
             code="tensor-parallel-policy",
         )
@@ -78,7 +74,7 @@ def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
         if not shared:
             plan |= {part: ColwiseParallel() for part in KEYS_VALUES}
         group = mesh.get_group()
-        # Keys and values that all heads share stay whole: a process sees only the gradient of its own heads.
+        # Keys and values shared by all heads stay whole: a process sees only the gradient of its own heads.
         for part in whole:
             layer.get_submodule(part).register_forward_pre_hook(
                 lambda _, inputs, group=group: (_SumGradient.apply(inputs[0], group), *inputs[1:])
@@ -91,11 +87,7 @@ def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
 
 
 def _check_heads(name: str, layer: nn.Module, size: int) -> bool:
-    """Tell whether all heads share one pair of keys and values.
-
-    Raises:
-        EmbodrlError: the heads can't be shared out evenly.
-    """
+    """Return whether all heads share one pair of keys and values."""
     attention: Any = layer.get_submodule("self_attn")
     heads = attention.q_proj.out_features // attention.head_dim
     groups = attention.k_proj.out_features // attention.head_dim

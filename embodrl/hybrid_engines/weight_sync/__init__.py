@@ -1,1 +1,1 @@
-"""Weights from where they train to where they act. See docs/weight_sync.md."""
+"""Weight sync from training to rollout engines. See docs/weight_sync.md."""

@@ -1,8 +1,8 @@
-"""Weight sync: what all transports share: versions, full and partial syncs, checksums, layout checks.
+"""Common parts of all weight-sync transports: versions, full and partial syncs, checksums, layout checks.
 
 A sync is a stream of messages: a begin, the tensors in buckets, and an end with their number. Receivers stage the
-buckets in host memory and touch the policy only when everything has arrived and fits: a sync that fails leaves the
-policy as it was.
+buckets in host memory and touch the policy only when everything has arrived and fits: a failed sync leaves the policy
+unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Check = Callable[[], None]
 
 
 def no_check() -> None:
-    """Check nothing: the default where no other process can have died."""
+    """Check nothing: the default if no other process can die."""
 
 
 class WeightTarget(Protocol):
@@ -55,14 +55,14 @@ class WeightTarget(Protocol):
 
 @dataclass(frozen=True)
 class Header:
-    """Which weights a sync carries: their version, and that of the full sync that they build on (its own if full)."""
+    """Contents of a sync: its version, and the version of the full sync it builds on (its own if full)."""
 
     version: int
     base: int
 
     @property
     def full(self) -> bool:
-        """Every tensor of the policy is included."""
+        """Whether every tensor of the policy is included."""
         return self.base == self.version
 
 
@@ -72,10 +72,10 @@ class Message(Header):
 
     Attributes:
         sync: ``begin``, ``bucket`` or ``end``.
-        index: index of a bucket, from 0; of the end, the number of buckets.
+        index: index of a bucket, from 0; for the end, the number of buckets.
         num_tensors: number of all tensors, at the end.
-        problem: why the sender stopped, or why a bucket can't be read.
-        checksums: checksums of a bucket's tensors by name; empty where they are not checked.
+        problem: reason why the sender stopped, or why a bucket is unreadable.
+        checksums: checksums of a bucket's tensors by name; empty if not checked.
         tensors: tensors of a bucket, by name.
     """
 
@@ -88,7 +88,7 @@ class Message(Header):
 
     @classmethod
     def read(cls, fields: Fields) -> Self:
-        """Return a message from what a transport delivered; an error of ``fields`` if it is none."""
+        """Parse a delivered message; raises an error of ``fields`` if it is malformed."""
         checksums = fields.fields("checksums", {})
         tensors = fields.fields("tensors", {}).content
         return cls(
@@ -105,7 +105,7 @@ class Message(Header):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync moved: every tensor if it was full, else those that train."""
+    """Tensors moved by a sync: all if it was full, else the trained ones."""
 
     version: int
     full: bool
@@ -113,15 +113,15 @@ class SyncReport:
     num_bytes: int
 
 
-# -- sending ----------------------------------------------------------------------------------------------------------
+# -- sending -----------------------------------------------------------------------------------------------------------
 
 
 class WeightSender(ABC):
-    """The sending side. Keeps the version of the last sync that was started, and its base.
+    """The sending side. Keeps the version of the last started sync, and its base.
 
     Args:
         trained: names to send after the first full sync (``trained_names``); None sends everything each time.
-        bucket_bytes: size of the tensors that are gathered and moved at a time.
+        bucket_bytes: size of the tensors gathered and moved at a time.
     """
 
     def __init__(self, trained: Collection[str] | None = None, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
@@ -141,19 +141,19 @@ class WeightSender(ABC):
 
         Args:
             weights: names and tensors; a ``DTensor`` is gathered when its turn comes.
-            version: number of updates behind them, above that of the last call, whether that succeeded or not.
+            version: number of updates behind them, above the last call's, whether that succeeded or not.
             full: send everything although ``trained`` is set; for new receivers.
-            check: function called while the sender waits; raises if a receiver has died.
+            check: called while the sender waits; raises if a receiver has died.
 
         Raises:
-            WeightSyncError: the version does not increase, a name of ``trained`` is not among the weights, or they did
-                not reach every receiver.
+            WeightSyncError: the version does not increase, a name of ``trained`` is missing in the weights, or a
+                receiver was not reached.
         """
         if self.version is not None and version <= self.version:
             raise WeightVersionError(
                 f"weights of version {version} cannot follow version {self.version}", "send only newer weights"
             )
-        # Decided before anything can fail: all ranks that gather must agree on what the next sync contains.
+        # Decided before anything can fail: all gathering ranks must agree on the contents of the next sync.
         full = full or self.trained is None or self.base is None
         self.version = version
         self.base = version if full or self.base is None else self.base
@@ -161,11 +161,13 @@ class WeightSender(ABC):
         stream = self._stream(weights, full, moved)
         try:
             self._send(Header(version, self.base), stream, check)
-        except Exception as error:  # any error: the other ranks do not know of it and gather to the end, with this one
+        except (
+            Exception
+        ) as error:  # any error: the other ranks do not know of it and keep gathering, so this rank must, too
             try:
                 for _ in stream:
                     pass
-            except Exception as further:  # noqa: BLE001 - must not replace the error that is raised
+            except Exception as further:  # noqa: BLE001 - must not replace the original error
                 error.add_note(f"gathering the remaining weights failed, too: {type(further).__name__}: {further}")
             raise
         return SyncReport(version, full, *moved)
@@ -189,12 +191,12 @@ class WeightSender(ABC):
     def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         """Move a stream of whole tensors."""
 
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Release what the sender holds."""
+    def close(self) -> None:  # noqa: B027  (most senders hold no resources)
+        """Release the sender's resources."""
 
 
 class GatherOnly(WeightSender):
-    """For the ranks of a sharded trainer that send nothing themselves: they only take part in gathering."""
+    """For the ranks of a sharded trainer that send nothing themselves and only take part in gathering."""
 
     def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         for _ in stream:
@@ -216,7 +218,7 @@ class StreamSender(WeightSender):
             for bucket in buckets(stream, self.bucket_bytes):
                 num_tensors += len(bucket)
                 sums = {name: checksum(tensor) for name, tensor in bucket} if self.verify else {}
-                # Not kept in a variable: it would keep the tensors alive while the next bucket is gathered.
+                # Not kept in a variable: that would keep the tensors alive while the next bucket is gathered.
                 self._put(Message(header.version, header.base, "bucket", num_buckets, 0, "", sums, dict(bucket)), check)
                 num_buckets += 1
         except Exception as error:  # noqa: BLE001 - raised by _finish, after the receivers know
@@ -233,18 +235,14 @@ class StreamSender(WeightSender):
         """Send the last message, and raise ``failure`` if there is one."""
 
 
-# -- receiving --------------------------------------------------------------------------------------------------------
+# -- receiving ---------------------------------------------------------------------------------------------------------
 
 
 class WeightReceiver(ABC):
-    """The receiving side. A sync that fails leaves the policy as it was.
+    """The receiving side; keeps the version accepted last, and its base. A failed sync leaves the policy unchanged.
 
-    Keeps the version that was accepted last, and its base.
-
-    Args:
-        target: object that accepts the weights.
-        layout: names and shapes of its policy (``layout_of``), compared before it is touched; None where the target
-            checks them itself.
+    ``layout`` has the names and shapes of the target's policy (``layout_of``), compared before it is touched; None if
+    the target checks them itself.
     """
 
     def __init__(self, target: WeightTarget, layout: Layout | None = None) -> None:
@@ -255,22 +253,22 @@ class WeightReceiver(ABC):
 
     @property
     def is_broken(self) -> bool:
-        """Nothing can be received any more."""
+        """Whether nothing can be received any more."""
         return False
 
     @abstractmethod
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
-        """Accept newer weights, to be called between two chunks; return None if no sync begins within ``timeout_s``.
+        """Accept newer weights between two chunks; return None if no sync begins within ``timeout_s``.
 
         Raises:
             IncompleteSyncError: a sync began and did not complete.
-            WeightChecksumError: the bytes of a tensor changed on the way.
-            WeightVersionError: the version does not increase, or the full sync that it builds on was never received.
-            WeightLayoutError: names or shapes do not fit the policy.
+            WeightChecksumError: the bytes of a tensor changed in transit.
+            WeightVersionError: the version does not increase, or the full sync it builds on was never received.
+            WeightLayoutError: names or shapes do not match the policy.
         """
 
-    def close(self) -> None:  # noqa: B027  (most hold nothing)
-        """Release what the receiver holds."""
+    def close(self) -> None:  # noqa: B027  (most receivers hold no resources)
+        """Release the receiver's resources."""
 
     def _check_version(self, header: Header) -> None:
         if self.version is not None and header.version <= self.version:
@@ -295,7 +293,7 @@ class WeightReceiver(ABC):
             )
 
     def _accept(self, header: Header, tensors: Mapping[str, Tensor]) -> SyncReport:
-        # The version is noted after the target has the weights: an error there leaves the previous version.
+        # The version is recorded after the target has the weights: an error there keeps the previous version.
         self.target.update_weights(tensors.items(), header.version)
         self.version = header.version
         self.base = header.base
@@ -322,9 +320,9 @@ class StreamReceiver(WeightReceiver):
             if self.is_broken:
                 raise
             failure = error
-            for _ in messages:  # to the end: the others of a collective wait for it, and a pipe must be empty
+            for _ in messages:  # to the end: the others of a collective wait for it, and a pipe must be emptied
                 pass
-        # Only now that everything has been read: either all receivers accept a version, or none does.
+        # Only after everything has been read: either all receivers accept a version, or none does.
         agreed = self._vote(failure is None)
         if failure is not None:
             raise failure
@@ -333,7 +331,6 @@ class StreamReceiver(WeightReceiver):
         return self._accept(begin, tensors)
 
     def _messages(self, begin: Message) -> Iterator[Message]:
-        """Yield the buckets and the end."""
         for num_buckets in count():
             message = self._next(begin, num_buckets)
             yield message
@@ -342,11 +339,11 @@ class StreamReceiver(WeightReceiver):
 
     @abstractmethod
     def _begin(self, timeout_s: float) -> Message | None:
-        """Return the first message of a sync, None if none comes in time."""
+        """Return the first message of a sync, or None if none arrives in time."""
 
     @abstractmethod
     def _next(self, begin: Message, num_buckets: int) -> Message:
-        """Return the next message; raise if there will be none."""
+        """Return the next message; raise if there is none."""
 
     def _vote(self, agree: bool) -> bool:
         """Return whether all receivers of this sync can accept it."""
@@ -354,7 +351,7 @@ class StreamReceiver(WeightReceiver):
 
 
 def _checked(message: Message, num_buckets: int, num_tensors: int) -> Mapping[str, Tensor]:
-    """Return the tensors of a message if it is the one that is due after so many buckets and tensors, and intact."""
+    """Return the tensors of a message if it is intact and the expected one after these buckets and tensors."""
     weights = f"weights of version {message.version}"
     if message.problem:
         raise IncompleteSyncError(f"{weights} stopped after {num_buckets} buckets: {message.problem}", HINT)

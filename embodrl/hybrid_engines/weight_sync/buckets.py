@@ -1,4 +1,4 @@
-"""Weights as a stream of named tensors, gathered and grouped a bucket at a time."""
+"""Weights as a stream of named tensors, gathered and grouped one bucket at a time."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPE.items()}
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return a tensor without gradient; a ``DTensor`` is gathered, which is a collective call of its mesh."""
+    """Return a tensor without gradient; gathering a ``DTensor`` is a collective call of its mesh."""
     return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements; of a ``DTensor``, those of the whole."""
+    """Return the bytes of a tensor's elements; a ``DTensor`` counts whole."""
     return tensor.numel() * tensor.element_size()
 
 
 def buckets(stream: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:
     """Yield the tensors in groups of at most ``bucket_bytes``; a larger tensor is a group of its own.
 
-    A group is cleared when the next one is requested, so that only one is alive at a time (and the tensor that did not
+    A group is cleared when the next one is requested, so that only one is alive at a time (plus the tensor that did not
     fit). Callers that need its tensors for longer copy them.
     """
     bucket: list[Named] = []
@@ -56,10 +56,12 @@ def buckets(stream: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]
 
 
 def unpacked(file: Tensor, what: str) -> dict[str, Tensor]:
-    """Return the tensors of a bucket ``uint8[N]`` that was moved as a safetensors file, in the same memory.
+    """Return the tensors of a bucket ``uint8[N]`` transferred as a safetensors file, in the same memory.
+
+    The library's reader would copy everything twice.
 
     Raises:
-        IncompleteSyncError: it is none. The library's reader copies everything twice.
+        IncompleteSyncError: the bytes are not a safetensors file.
     """
     start = 8 + int.from_bytes(raw_bytes(file[:8]), "little")
     hint = "use the same version of embodrl everywhere"
@@ -96,13 +98,13 @@ def trained_names(policy: VLAPolicy) -> frozenset[str]:
 
 
 def layout_of(weights: nn.Module | Mapping[str, Tensor]) -> Layout:
-    """Return the names and shapes of tensors, or of those in a module's ``state_dict``; of cut ones, of the whole."""
+    """Return the names and shapes of tensors, or of a module's ``state_dict``; sharded ones have their whole shapes."""
     named = weights.state_dict() if isinstance(weights, nn.Module) else weights
     return {name: tuple(tensor.shape) for name, tensor in named.items()}
 
 
 def layout_problems(found: Layout, expected: Layout, complete: bool = True) -> list[str]:
-    """Return in which names and shapes two layouts differ; names may be missing unless ``found`` is ``complete``."""
+    """Return the differences of two layouts; names may be missing unless ``found`` is ``complete``."""
     unknown = sorted(found.keys() - expected.keys())
     missing = sorted(expected.keys() - found.keys()) if complete else []
     other = sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name])

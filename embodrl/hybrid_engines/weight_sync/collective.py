@@ -42,10 +42,10 @@ _CANCELLED = "cancelled"
 
 
 def open_rendezvous(init_method: str, world_size: int, is_sender: bool = True, timeout_s: float = 60.0) -> Store:
-    """Return the store through which a group connects; the sender's opens at once, and must before others find it.
+    """Return the store through which a group connects; the sender opens it at once, before the others can find it.
 
-    Not torch's rendezvous, in which the sender would wait for a receiver that has died, and which listens at every
-    address of the machine instead of this one.
+    Not torch's rendezvous, in which the sender would wait for a dead receiver, and which listens on every address of
+    the machine instead of this one.
 
     Raises:
         RuntimeError: a receiver did not find it in time.
@@ -69,18 +69,18 @@ def open_rendezvous(init_method: str, world_size: int, is_sender: bool = True, t
 
 
 def cancel_rendezvous(rendezvous: Store) -> None:
-    """Notify the processes that have connected; closing the store would not while anything refers to it."""
+    """Notify the connected processes; closing the store would not while anything refers to it."""
     rendezvous.set(_CANCELLED, "")
 
 
 class _Connection(NamedTuple):
     store: Store  # announces syncs
     control: Any  # gloo, for messages and votes; torch declares no collective calls of a backend
-    data: Any  # for buckets: NCCL, or the same on a CPU
+    data: Any  # for buckets: NCCL, or gloo on a CPU
 
 
 class SyncGroup:
-    """One sender, rank 0, and its receivers. Messages and votes go by gloo; on a GPU the weights go by NCCL.
+    """One sender, rank 0, and its receivers. Messages and votes use gloo; on a GPU the weights use NCCL.
 
     Independent of other process groups, so that a rank of a sharded trainer can be in both.
 
@@ -90,8 +90,8 @@ class SyncGroup:
         world_size: sender and receivers.
         device: device of the buckets; each rank on a GPU needs its own.
         timeout_s: seconds that any process may keep the others waiting within a sync.
-        connect_s: seconds until all must have connected, if they are more.
-        check: function called while waiting for the others; raises if one has died.
+        connect_s: seconds until all must have connected, if longer.
+        check: called while waiting for the others; raises if one has died.
         find_s: seconds until a receiver must find the sender's rendezvous open; None: ``connect_s``.
     """
 
@@ -122,7 +122,7 @@ class SyncGroup:
             store = open_rendezvous(init_method, world_size, rank == SENDER, find_s)
             self._wait_for_all(store, connect_s, check)
             where = urlsplit(init_method)
-            # gloo does not authenticate connections, so a group of one machine must not listen on its network address.
+            # gloo does not authenticate connections, so a group on one machine must not listen on its network address.
             with loopback_only(where.scheme == "file" or where.hostname in ("127.0.0.1", "localhost", "::1")):
                 self._connection = self._connect(store, timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -137,7 +137,7 @@ class SyncGroup:
         while (number := store.add(_HERE, 0)) < self.world_size:
             try:
                 check()
-            except BaseException:  # a signal too must not leave a thread in the rendezvous; raised again
+            except BaseException:  # also after a signal, which is re-raised: no thread may stay in the rendezvous
                 cancel_rendezvous(store)
                 raise
             if store.check([_CANCELLED]):
@@ -158,7 +158,7 @@ class SyncGroup:
 
     @property
     def broken(self) -> bool:
-        """The group was closed, or has lost a process."""
+        """Whether the group was closed, or has lost a process."""
         return self._connection is None
 
     def close(self) -> None:
@@ -170,15 +170,15 @@ class SyncGroup:
             connection.data.abort()
 
     def announce(self, number: int) -> None:
-        """Of the sender: announce a sync to the receivers."""
+        """Announce a sync to the receivers (sender only)."""
         with self._guard("announcing a sync"):
             self._open.store.set(f"sync_{number}", "begun")
 
     def announced(self, number: int, timeout_s: float) -> bool:
-        """Of a receiver: return whether a sync begins within some seconds."""
+        """Return whether a sync begins within the given seconds (receivers only)."""
         with self._guard("waiting for a sync"):
             deadline = time.monotonic() + timeout_s
-            # Not store.wait: the error of its timeout depends on the store.
+            # Not store.wait: its timeout error depends on the store.
             while not self._open.store.check([f"sync_{number}"]):
                 if time.monotonic() >= deadline:
                     return False
@@ -193,7 +193,7 @@ class SyncGroup:
             self._open.control.broadcast(length, SENDER).wait()
             buffer = torch.empty(int(length), dtype=torch.uint8)
             if self.rank == SENDER:
-                # A copy: memory of ``bytes`` is read-only, and torch takes writable memory.
+                # A copy: memory of ``bytes`` is read-only, and torch requires writable memory.
                 buffer = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
             self._open.control.broadcast(buffer, SENDER).wait()
             return buffer.numpy().tobytes()
@@ -213,15 +213,15 @@ class SyncGroup:
 
     @property
     def _open(self) -> _Connection:
-        # To be used within an expression: in a variable of a frame it would outlive close() with the traceback of an
-        # error, and other processes would wait for this one until their timeout.
+        # Use only within an expression: in a frame's variable it would outlive close() through an error's traceback,
+        # and other processes would wait for this one until their timeout.
         if self._connection is None:
             raise IncompleteSyncError("the group of the weight sync has lost a process", "create a new group")
         return self._connection
 
     @contextmanager
     def _guard(self, what: str) -> Iterator[None]:
-        """Turn the transport's errors about a lost process into ``IncompleteSyncError``, and close the group."""
+        """Convert the transport's errors about a lost process to ``IncompleteSyncError``, and close the group."""
         try:
             yield
         except RuntimeError as error:
@@ -233,11 +233,9 @@ class SyncGroup:
 
 
 class CollectiveSender(StreamSender):
-    """Packs each bucket into one buffer, which is reused, and broadcasts that; succeeds if all receivers accept.
+    """Packs each bucket into a reused buffer and broadcasts it from rank 0; succeeds if all receivers accept.
 
-    Args:
-        group: process group with rank 0.
-        trained, bucket_bytes, verify: see StreamSender.
+    For ``trained``, ``bucket_bytes`` and ``verify`` see StreamSender.
     """
 
     def __init__(
@@ -287,7 +285,7 @@ class CollectiveSender(StreamSender):
         if not agreed:
             raise IncompleteSyncError(
                 f"a receiver refused the weights of version {end.version}, and none accepted them",
-                "see its error; if it is new, send with full=True",
+                "check its error; if the receiver is new, send with full=True",
             )
 
     def close(self) -> None:
@@ -295,12 +293,7 @@ class CollectiveSender(StreamSender):
 
 
 class CollectiveReceiver(StreamReceiver):
-    """Stages what it receives in host memory, votes, and accepts it if all receivers can.
-
-    Args:
-        target, layout: see WeightReceiver.
-        group: process group with a rank above 0.
-    """
+    """Stages received buckets in host memory, votes, and accepts them if all receivers can. Its rank is above 0."""
 
     def __init__(self, target: WeightTarget, group: SyncGroup, layout: Layout | None = None) -> None:
         super().__init__(target, layout)
@@ -326,7 +319,7 @@ class CollectiveReceiver(StreamReceiver):
         self.group.broadcast(buffer)
         try:
             return replace(message, tensors=unpacked(buffer.cpu(), f"bucket {message.index}"))
-        except IncompleteSyncError as error:  # refused by the vote, when everything has been read
+        except IncompleteSyncError as error:  # rejected by the vote, after everything has been read
             return replace(message, problem=error.message)
 
     def _description(self) -> Fields:

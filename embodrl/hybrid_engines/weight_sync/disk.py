@@ -1,7 +1,7 @@
 """Weight sync through a directory: between machines that share storage, and for processes that come and go.
 
 ``DIR/v000012/`` holds safetensors files, ``manifest.json`` (size and CRC-32 of each) and, written last, ``STABLE`` with
-the SHA-256 of the manifest: a version without it does not exist for readers.
+the SHA-256 of the manifest: readers ignore a version without it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def version_path(directory: Path, version: int) -> Path:
 
 
 def versions_in(directory: Path, stable: bool = True) -> list[int]:
-    """Return the versions in a directory, the newest first; unfinished ones only with ``stable=False``."""
+    """Return the versions in a directory, newest first; unfinished ones only with ``stable=False``."""
     if not directory.is_dir():
         return []
     found = [(int(m[1]), path) for path in directory.iterdir() if (m := _NAME.fullmatch(path.name))]
@@ -76,12 +76,12 @@ def versions_in(directory: Path, stable: bool = True) -> list[int]:
 class DiskSender(WeightSender):
     """Writes each version under a temporary name, renames it, and marks it STABLE last; removes old ones.
 
-    Only one sender may write to a directory at a time. It continues after the newest version that it finds there.
+    Only one sender may write to a directory at a time. It continues after the newest version there.
 
     Args:
         directory: directory of the versions; created if missing.
         trained, bucket_bytes: see WeightSender; the first version is full, and a bucket is a file.
-        keep: newest versions kept; those that they build on are kept, too.
+        keep: number of newest versions kept, plus the versions they build on.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DiskSender(WeightSender):
         self.version = next(iter(versions_in(self.directory)), None)
 
     def drop_newer(self, version: int) -> None:
-        """Remove versions above this one, which a run wrote after the checkpoint that it is resumed from."""
+        """Remove versions above this one, which a run wrote after the checkpoint it is resumed from."""
         for other in versions_in(self.directory, stable=False):
             if other > version:
                 self._remove(other)
@@ -112,12 +112,12 @@ class DiskSender(WeightSender):
         final = version_path(self.directory, header.version)
         try:
             with output_errors(f"{final} can't be written", final, _ELSEWHERE):
-                for left in self.directory.glob(".v*.partial"):  # by a sender that was killed
+                for left in self.directory.glob(".v*.partial"):  # by a killed sender
                     shutil.rmtree(left)
                 # A directory of this version that was never marked STABLE is replaced.
                 with atomic_directory(final, _ELSEWHERE) as staging:
                     sha256 = self._write(header, stream, staging)
-                # After the rename: to readers a version exists by this mark alone.
+                # After the rename: for readers only this mark makes a version exist.
                 write_json_file(final / STABLE, {"version": header.version, "manifest_sha256": sha256})
         except OutputError as error:
             raise WeightSyncError(
@@ -140,7 +140,7 @@ class DiskSender(WeightSender):
         return hashlib.sha256(manifest).hexdigest()
 
     def _prune(self) -> None:
-        """Remove old versions, except those that a kept one builds on."""
+        """Remove old versions, except ones that a kept version builds on."""
         kept = versions_in(self.directory)[: self.keep]
         try:
             kept += [StoredVersion.open(self.directory, version).header.base for version in kept]
@@ -154,14 +154,14 @@ class DiskSender(WeightSender):
     def _remove(self, version: int) -> None:
         path = version_path(self.directory, version)
         try:
-            (path / STABLE).unlink(missing_ok=True)  # first, so that no reader takes the rest for a whole version
+            (path / STABLE).unlink(missing_ok=True)  # first, so that no reader takes the rest for a complete version
             shutil.rmtree(path)
         except OSError as error:
             logger.warning("old weights %s could not be removed: %s", path, error)
 
 
 def _summed(pieces: Iterator[bytes | memoryview], sums: list[int]) -> Iterator[bytes | memoryview]:
-    """Yield pieces of a file; the CRC-32 of the file so far is the last of ``sums``."""
+    """Yield pieces of a file; the last entry of ``sums`` is the CRC-32 so far."""
     for piece in pieces:
         sums.append(zlib.crc32(piece, sums[-1]))
         yield piece
@@ -169,7 +169,7 @@ def _summed(pieces: Iterator[bytes | memoryview], sums: list[int]) -> Iterator[b
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version on disk whose manifest is intact: size and CRC-32 of its files, by name."""
+    """A version on disk with an intact manifest: size and CRC-32 of its files, by name."""
 
     path: Path
     header: Header
@@ -180,7 +180,7 @@ class StoredVersion:
         """Read a version's manifest.
 
         Raises:
-            IncompleteSyncError: it is missing or damaged, or names a file outside of the version's directory.
+            IncompleteSyncError: the manifest is missing or damaged, or names a file outside the version's directory.
         """
         path = version_path(directory, version)
         expected = read_fields(path / STABLE, IncompleteSyncError, HINT).text("manifest_sha256")
@@ -205,13 +205,13 @@ class StoredVersion:
         """Return all tensors, in host memory.
 
         Raises:
-            IncompleteSyncError: a file is missing, has another size than it was written with, or cannot be read.
-            WeightChecksumError: its bytes are not those that were written.
+            IncompleteSyncError: a file is missing, has the wrong size, or is unreadable.
+            WeightChecksumError: its bytes differ from the written ones.
         """
         tensors: dict[str, Tensor] = {}
         with ExitStack() as stack:
             try:
-                # All are opened first: on a local disk they can then be read even if the sender removes the version.
+                # All are opened first: on a local disk they stay readable even if the sender removes the version.
                 streams = {name: stack.enter_context(open_regular_file(self.path / name)) for name in self.files}
                 for name, (size, crc32) in self.files.items():
                     if (found := os.fstat(streams[name].fileno()).st_size) != size:
@@ -224,7 +224,7 @@ class StoredVersion:
             except FileNotFoundError as error:
                 raise _incomplete(self.path, f"{Path(error.filename).name} is missing") from error
             except OSError as error:
-                raise _incomplete(self.path, f"it cannot be read: {error.strerror}") from error
+                raise _incomplete(self.path, f"cannot be read: {error.strerror}") from error
         return tensors
 
 
@@ -233,25 +233,20 @@ def _incomplete(path: Path, problem: str) -> IncompleteSyncError:
 
 
 class DiskReceiver(WeightReceiver):
-    """Accepts the newest STABLE version. It is read into host memory and compared with its checksums before.
-
-    Args:
-        target, layout: see WeightReceiver.
-        directory: directory of the sender.
-    """
+    """Accepts the newest STABLE version, after reading it into host memory and verifying its checksums."""
 
     def __init__(self, target: WeightTarget, directory: Path, layout: Layout | None = None) -> None:
         super().__init__(target, layout)
         self.directory = Path(directory)
 
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
-        """Versions between the present and the newest one are skipped."""
+        """Accept the newest version; versions in between are skipped."""
         deadline = time.monotonic() + timeout_s
         while (version := next(iter(versions_in(self.directory)), None)) is None or version == self.version:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
-        # The run has gone back to an older checkpoint, which this check refuses.
+        # The run has gone back to an older checkpoint, which this check rejects.
         if self.version is not None and version < self.version:
             self._check_version(Header(version, version))
         stored = [StoredVersion.open(self.directory, version)]
@@ -266,26 +261,22 @@ class DiskReceiver(WeightReceiver):
                     "send once with full=True",
                 ) from error
         tensors: dict[str, Tensor] = {}
-        for one in reversed(stored):  # the newer one first: the sender keeps what it builds on for longer
+        for one in reversed(stored):  # the newer one first: the sender keeps its base for longer
             tensors = one.read() | tensors
         self._check_layout(version, layout_of(tensors), stored[0].header.full)
         return self._accept(header, tensors)
 
 
 class WeightPublisher:
-    """Writes every version to a directory for processes outside of the run: the first one whole, then trained weights.
+    """Writes every version for processes outside the run: the first one full, then trained weights.
 
-    A full disk costs a version, not the run.
-
-    Args:
-        directory: directory of the versions.
-        policy: policy that trains.
-        version: number of updates behind its weights; versions that an earlier process wrote after it are removed.
+    A full disk costs a version, not the run. ``version`` is the policy's current one; later versions by an earlier
+    process are removed.
     """
 
     def __init__(self, directory: Path, policy: VLAPolicy, version: int) -> None:
         self._sender = DiskSender(directory, trained_names(policy))
-        # The present version, too: it is written again, whole, as the base of the following ones.
+        # The current version, too: it is written again, in full, as the base of the following ones.
         self._sender.drop_newer(version - 1)
         self._failed = False
 
@@ -294,7 +285,7 @@ class WeightPublisher:
         if self._sender.version is not None and version <= self._sender.version:
             return
         try:
-            # After a failure, the version that partial ones would build on may not exist.
+            # After a failure, the base of partial versions may be missing.
             self._sender.send(weights, version, full=self._failed)
             self._failed = False
         except WeightSyncError as error:

@@ -1,6 +1,7 @@
-"""Newer weights for a policy that is being served: published by a run, or named by a client. See weight_sync/disk.py.
+"""Newer weights for a served policy: published by a run, or named by a client. See weight_sync/disk.py.
 
-Requests are still answered meanwhile: weights are staged in host memory and replace the old ones between two batches.
+Requests are still answered in the meantime: weights are staged in host memory and replace the old ones between two
+batches.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ LOOK_S = 1.0
 
 
 class WeightSource:
-    """Directories of versions that the served policy takes weights from; one at a time.
-
-    Args:
-        engine: engine of the policy.
-    """
+    """Directories of versions that the served policy loads weights from, one at a time."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
@@ -36,23 +33,19 @@ class WeightSource:
         self._receivers: dict[Path, DiskReceiver] = {}
 
     def take(self, directory: Path) -> SyncReport | None:
-        """Use the newest version of a directory that is marked STABLE.
+        """Use a directory's newest STABLE version; return it, or None if none is newer than the last one loaded there.
 
-        Args:
-            directory: with versions as ``v000012/``, as a run with ``rollout.publish_weights=true`` writes them.
-
-        Returns:
-            What was taken; None if there is nothing newer than what was taken from there before.
+        The versions are ``v000012/`` etc., as written by a run with ``rollout.publish_weights=true``.
 
         Raises:
-            WeightSyncError: it is incomplete, damaged, of another policy, or can't be read; the weights stay what they
-                were.
+            WeightSyncError: the version is incomplete, damaged, of another policy, or unreadable; the weights stay
+                unchanged.
         """
         with self._lock:
             receiver = self._receivers.setdefault(directory, DiskReceiver(self.engine, directory, self._layout))
             try:
                 return receiver.receive()
-            except WeightVersionError:  # the run went back to an older checkpoint: the next look begins with that
+            except WeightVersionError:  # the run went back to an older checkpoint: the next poll starts there
                 del self._receivers[directory]
                 raise
             except OSError as error:
@@ -61,18 +54,15 @@ class WeightSource:
                 ) from error
 
     def has_taken(self, directory: Path) -> bool:
-        """Return whether the policy has got weights from a directory before."""
+        """Return whether the policy has loaded weights from a directory before."""
         receiver = self._receivers.get(directory)
         return receiver is not None and receiver.version is not None
 
 
 class WeightFollower(threading.Thread):
-    """Takes every new version of a directory, until it is stopped.
+    """Loads every new version of a directory, which may appear later, until stopped.
 
-    Args:
-        source: source that takes them.
-        directory: directory of the versions; it may appear later.
-        fetch: function called before every look, to bring new versions into the directory; may raise a StoreError.
+    ``fetch`` is called before every poll, to bring new versions into the directory; it may raise a StoreError.
     """
 
     def __init__(self, source: WeightSource, directory: Path, fetch: Callable[[], object] = lambda: None) -> None:
@@ -92,23 +82,23 @@ class WeightFollower(threading.Thread):
                     problem = ""
                     logger.info("weights of version %d are in use", report.version)
             except Exception as error:
-                # A problem that stays is reported once, not with every look.
+                # A persistent problem is reported once, not with every poll.
                 if str(error) != problem:
                     logger.error("%s", error, exc_info=not isinstance(error, EmbodrlError))
                 problem = str(error)
             self._stopped.wait(LOOK_S)
 
     def stop(self) -> None:
-        """End after the present look, which may hang where its file system does."""
+        """Stop after the current poll, which may hang if its file system does."""
         self._stopped.set()
         self.join(2 * LOOK_S)
 
 
 def stable_directory(text: object) -> Path:
-    """Return the directory of versions that a client names: it, or one version in it.
+    """Return the directory of versions that a client names: the path itself, or the parent of a version.
 
     Raises:
-        ServingError: it is not the absolute path of a directory.
+        ServingError: the path is not an absolute path of a directory.
     """
     hint = 'send {"directory": DIR}, an absolute path on the server, with v000012/STABLE in it'
     if not isinstance(text, str) or not text.startswith("/"):

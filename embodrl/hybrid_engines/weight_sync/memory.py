@@ -17,7 +17,7 @@ _CHECK_S = 1.0
 
 
 class Pipe(Protocol):
-    """A channel to one receiver; ``embodrl.scheduler.channel`` has them."""
+    """A channel to one receiver, e.g. of ``embodrl.scheduler.channel``."""
 
     def put(self, value: object, timeout_s: float | None = None) -> None:
         """Add a value, waiting for room."""
@@ -32,7 +32,7 @@ class MemorySender(StreamSender):
     """Copies each bucket into a memory file for every receiver.
 
     Args:
-        pipes: one per receiver, with few places: each place is a bucket that may be in flight.
+        pipes: one per receiver, with few slots: each slot is a bucket that may be in flight.
         trained, bucket_bytes, verify: see StreamSender.
         stall_timeout_s: seconds a receiver may leave its pipe full.
     """
@@ -64,7 +64,7 @@ class MemorySender(StreamSender):
         while True:
             left_s = deadline - time.monotonic()
             try:
-                # In short turns: the receiver may have died, which only ``check`` notices.
+                # In short intervals: only ``check`` notices that the receiver has died.
                 return pipe.put(vars(message), max(0.0, min(left_s, _CHECK_S)))
             except ChannelTimeout:
                 check()
@@ -75,7 +75,7 @@ class MemorySender(StreamSender):
         if failure is None:
             self._put(end, check)
             return
-        # A receiver that is only slow would otherwise wait for buckets that never come.
+        # A receiver that is only slow would otherwise wait for buckets that never arrive.
         patience_s = 0.0 if isinstance(failure, (IncompleteSyncError, WorkerError)) else self.stall_timeout_s
         for pipe in self.pipes:
             with contextlib.suppress(ChannelTimeout, ChannelClosed):
@@ -88,7 +88,7 @@ class MemoryReceiver(StreamReceiver):
 
     Args:
         target, layout: see WeightReceiver.
-        pipe: pipe from the sender to this receiver alone.
+        pipe: pipe from the sender to this receiver only.
         stall_timeout_s: seconds that the next bucket may take.
     """
 
@@ -98,7 +98,7 @@ class MemoryReceiver(StreamReceiver):
         super().__init__(target, layout)
         self.pipe = pipe
         self.stall_timeout_s = stall_timeout_s
-        self._begun: Message | None = None  # the begin that cut the previous sync short
+        self._begun: Message | None = None  # the begin that interrupted the previous sync
         self._skipped: int | None = None  # version whose remaining messages are ignored
 
     def _get(self, timeout_s: float) -> Message:

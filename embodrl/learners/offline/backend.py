@@ -1,4 +1,4 @@
-"""What stands for rollouts in an offline run: nothing is gathered, and simulators start with the first evaluation."""
+"""Rollout backend of offline runs: gathers nothing, and starts simulators with the first evaluation."""
 
 from __future__ import annotations
 
@@ -24,12 +24,7 @@ from embodrl.workers.rollout_backend import RolloutBackend
 
 
 class NoCollector:
-    """Gathers nothing; hands weights to what evaluates.
-
-    Args:
-        config: the run.
-        engine: acts in evaluations.
-    """
+    """Gathers nothing; passes weights to the evaluation engine."""
 
     def __init__(self, config: Config, engine: RolloutEngine) -> None:
         self.config = config
@@ -37,7 +32,7 @@ class NoCollector:
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         raise PipelineError(
-            "an offline run has no rollouts", "take the node out of the pipeline", code="offline-rollout"
+            "an offline run has no rollouts", "remove the node from the pipeline", code="offline-rollout"
         )
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -47,37 +42,29 @@ class NoCollector:
         self.engine.update_weights(weights, version)
 
     def drain(self) -> None:
-        """Evaluations drain what they ask."""
+        """Do nothing: evaluations drain their own requests."""
 
     def undo(self) -> None:
-        """There is nothing to undo."""
+        """Do nothing."""
 
     def paused(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def reset_history(self) -> None:
-        """There is none."""
+        """Do nothing."""
 
     def state(self) -> RolloutState:
         return RolloutState({})
 
     def load_state(self, saved: RolloutState, version: int) -> None:
-        """There is none."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing."""
 
 
 class OfflineBackend(RolloutBackend):
-    """The driver acts in evaluations alone.
-
-    Args:
-        config: the run.
-        engine: acts, with the weights that train.
-        places: of the simulators.
-        log_dir: of their logs.
-        should_stop: called regularly; True interrupts an evaluation.
-    """
+    """The driver acts, in evaluations only; ``should_stop`` interrupts them."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The critics of implicit Q-learning, which give the weights of offline imitation.
+"""The critics of implicit Q-learning, which weight offline imitation.
 
 Shapes: E critics, B frames of a batch, C actions in a chunk, A action dimensions.
 """
@@ -24,7 +24,7 @@ from embodrl.models.common.q_head import QEnsemble
 
 
 class Critic(nn.Module):
-    """E values of an observation and a chunk, or of an observation alone, with an encoder of its own."""
+    """E values of an observation and a chunk, or of an observation alone, with its own encoder."""
 
     def __init__(self, spec: ObservationSpec, num: int, chunk_dim: int, settings: OffPolicyConfig) -> None:
         super().__init__()
@@ -33,12 +33,11 @@ class Critic(nn.Module):
         self.heads = QEnsemble(num, width, settings.critic_hidden_sizes, settings.layer_norm)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw weights."""
         self.encoder.init_weights(generator)
         self.heads.init_weights(generator)
 
     def forward(self, inputs: dict[str, Tensor], actions: Tensor) -> Tensor:
-        """Return ``float32[E,B]``; ``actions float32[B,C,A]``, or ``[B,0]`` for values of observations."""
+        """Return ``float32[E,B]`` for ``actions float32[B,C,A]``, or ``[B,0]`` for state values."""
         return self.heads(self.encoder(inputs), actions)
 
 
@@ -46,16 +45,16 @@ class IqlCritics:
     """Q and V of implicit Q-learning (Kostrikov et al. 2021, arXiv 2110.06169), in float32.
 
     Args:
-        spec: what is looked at.
+        spec: observations that the critics use.
         chunk_dim: C A.
         settings: section ``algorithm.off_policy``: critics, their size, tau.
         optim: betas and eps.
-        device: where they train.
-        seed: of their weights.
+        device: training device.
+        seed: seed of the weights.
 
     Attributes:
-        q, target, v: the second follows the first.
-        optimizer: of q and v.
+        q, target, v: critics; ``target`` follows ``q``.
+        optimizer: optimizer of q and v.
     """
 
     def __init__(
@@ -79,16 +78,16 @@ class IqlCritics:
         self.optimizer = fused_adamw(self.named().values(), optim.betas, optim.eps)
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Return what trains, by name."""
+        """Return the trained parameters, by name."""
         return {f"{net}.{name}": p for net in ("q", "v") for name, p in getattr(self, net).named_parameters()}
 
     def update(
         self, data: OfflineData, frames: Tensor, algorithm: AlgorithmConfig, rate: float, clip_grad: float
     ) -> tuple[Tensor, dict[str, float]]:
-        """Take one step on Q and V; return the advantages ``float32[B]`` of the chunks before it, and metrics.
+        """Take one step on Q and V; return the chunks' advantages ``float32[B]`` before it, and metrics.
 
         Raises:
-            NonFiniteError: the loss or its gradient is not finite; the weights are as before.
+            NonFiniteError: the loss or its gradient is not finite; the weights are unchanged.
         """
         led = data.outcomes
         assert led is not None, "the run was built for critics"
@@ -110,7 +109,7 @@ class IqlCritics:
         if not math.isfinite(norm) or not math.isfinite(loss.item()):
             raise NonFiniteError(
                 f"the loss of the critics is {loss.item()}, its gradient norm {norm}",
-                "lower actor.optim.value_lr, and look for NaN in the observations and rewards of the dataset",
+                "lower actor.optim.value_lr, and check the dataset's observations and rewards for NaN",
             )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -137,10 +136,10 @@ class IqlCritics:
 
     @torch.no_grad()
     def load(self, saved: dict[str, Tensor]) -> None:
-        """Go back to what ``tensors`` returned.
+        """Restore a result of ``tensors``.
 
         Raises:
-            CheckpointError: it is of other critics.
+            CheckpointError: it belongs to other critics.
         """
         named = self.named()
         left = dict(saved)
@@ -165,4 +164,4 @@ def _fitting(name: str, found: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _other_critics(name: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint's critics do not fit: '{name}'", HINT, code="checkpoint-mismatch")
+    return CheckpointError(f"the checkpoint's critics do not match: '{name}'", HINT, code="checkpoint-mismatch")

@@ -1,4 +1,4 @@
-"""Offline learning: weighted imitation of a dataset, with the critics of IQL or without, on any engine."""
+"""Offline learning: weighted imitation of a dataset, with or without IQL critics, on any engine."""
 
 from __future__ import annotations
 
@@ -24,21 +24,18 @@ from embodrl.models.common.condition import Condition, conditioned
 from embodrl.storage.checkpoint import Checkpoint
 
 SECTION = "critics"
-"""Of the tensors of a checkpoint."""
+"""Checkpoint section of the tensors."""
 
 
 class OfflineUpdater(ReplayUpdater):
-    """Imitates the executed actions of a dataset, each chunk with a weight.
+    """Imitates the executed actions of a dataset, with a weight per chunk.
 
-    The critics are small and train in this process; the engine, wherever it trains, gets their weights.
+    The critics are small and train in this process; the engine, wherever it runs, receives their weights.
 
     Args:
-        config: the run.
-        policy: policy of this process, which makes inputs of frames; any with ``sft_loss``.
-        engine: holds the weights that train.
-        data: recorded frames.
-        critics: critics of IQL, whose advantages are the weights; None: every chunk weighs the same.
-        on_step: called with how many optimizer steps of an update are done, and how many there are.
+        policy: this process's policy, which preprocesses frames; any with ``sft_loss``.
+        critics: IQL critics, whose advantages define the weights; None: equal weights.
+        on_step: called with the finished and the total number of optimizer steps of an update.
     """
 
     def __init__(
@@ -96,11 +93,7 @@ class OfflineUpdater(ReplayUpdater):
     ) -> dict[str, float]:
         """Take one step on ``sum_i w_i loss_i / (number of actions)``; return metrics.
 
-        Args:
-            frames: numbers of frames, ``int64[B]``.
-            weights: ``float32[B]``.
-            learning_rate: rate of the policy.
-            words: instructions of the frames; None for those of the dataset.
+        ``frames int64[B]`` are indices, ``weights float32[B]``; ``words`` None uses the dataset's instructions.
         """
         actions, inside = self.data.actions(frames, self.policy.action_horizon)
         inputs = self.policy.sft_inputs(self.data.observation(frames, words), actions)
@@ -111,7 +104,7 @@ class OfflineUpdater(ReplayUpdater):
         metrics = self.update.step(batch, learning_rate, smoothing, float(inside.sum()))
         return {"policy_loss": metrics.pop("loss")} | metrics
 
-    # -- state --------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     def state(self) -> LearnerState:
         return LearnerState({}, {} if self.critics is None else {SECTION: self.critics.tensors()})
@@ -122,7 +115,7 @@ class OfflineUpdater(ReplayUpdater):
 
 
 def advantage_instructions(data: OfflineData, frames: Tensor, dropout: float, generator: torch.Generator) -> list[str]:
-    """Return the instructions of frames, which say whether the advantage is positive but for a share of them."""
+    """Return the frames' instructions, all but a fraction of which state whether the advantage is positive."""
     index = frames.numpy()
     dropped = (torch.rand(len(frames), generator=generator) < dropout).tolist()
     assert data.positive is not None, "the data are labelled"

@@ -1,4 +1,4 @@
-"""What an offline run learns from: a dataset of `embodrl collect`, with what its chunks led to.
+"""Data of an offline run: a dataset of `embodrl collect`, with the outcomes of its chunks.
 
 Shapes: N frames, C actions in a chunk, n chunks of a return.
 """
@@ -33,15 +33,11 @@ RECAP = "recap"
 
 
 def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, ObservationSpec | None]:
-    """Return the dataset that the configuration names, and what critics look at if there are some.
-
-    Args:
-        config: the run; ``algorithm.off_policy.demos`` is the dataset.
-        policy: whose chunks are made.
+    """Return the dataset ``algorithm.off_policy.demos``, and the critics' observations if there are critics.
 
     Raises:
-        EmbodrlError: the dataset is not of this environment, has no rewards or others, or lacks its labels.
-        FileDamagedError: the labels are of other data.
+        EmbodrlError: the dataset comes from another environment, has missing or different rewards, or lacks its labels.
+        FileDamagedError: the labels belong to other data.
     """
     source = config.algorithm.off_policy.demos
     assert source is not None, "the configuration was checked"
@@ -76,7 +72,7 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
 
 
 def observation_spec(config: Config, demos: Demos) -> ObservationSpec:
-    """Return what critics look at: pictures and state as far as the environment shows them, and the instruction."""
+    """Return the critics' observations: images and state, as provided by the environment, and the instruction."""
     cameras = demos.images.shape[1] if config.env.include_images else 0
     state = demos.state.shape[1] if config.env.include_state else 0
     side = min(LARGEST_IMAGE, demos.images.shape[2]) if cameras else LARGEST_IMAGE
@@ -84,26 +80,13 @@ def observation_spec(config: Config, demos: Demos) -> ObservationSpec:
 
 
 def small_inputs(demos: Demos, instructions: Sequence[str], spec: ObservationSpec) -> dict[str, Tensor]:
-    """Return the inputs of an ``ObservationNet`` for all frames, ``[N,...]`` by name.
-
-    Args:
-        demos: the frames.
-        instructions: in the order of their numbers.
-        spec: what the network looks at.
-    """
+    """Return the inputs of an ``ObservationNet`` for all frames, ``[N,...]`` by name."""
     numbers = np.array([instructions.index(text) for text in demos.instruction_table], np.int64)
     return network_inputs(spec, demos.images, demos.state, torch.from_numpy(numbers[demos.instruction]))
 
 
 def chunk_outcomes(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: AlgorithmConfig) -> ChunkOutcomes:
-    """Return n-step returns of the chunks that begin at each frame.
-
-    Args:
-        demos: the frames.
-        outcomes: of their actions.
-        chunk: C.
-        algorithm: discount, level of rewards, and n (``off_policy.n_step``).
-    """
+    """Return n-step returns of the chunks that begin at each frame; n is ``off_policy.n_step``."""
     frames = np.arange(len(demos.last))
     last = demos.last
     starts = frames[:, None] + chunk * np.arange(algorithm.off_policy.n_step)  # [N,n]

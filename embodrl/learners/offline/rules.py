@@ -1,4 +1,4 @@
-"""Algorithms that learn from a dataset alone: what they work with."""
+"""Rules of algorithms that learn from a dataset alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from embodrl.rule_set import Finding, RuleSet
 
 RULES = RuleSet()
 DATA = "algorithm.off_policy.demos"
-# What such an algorithm needs of other sections, and why.
+# Requirements on other sections, and their reasons.
 NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.backend", "native", "evaluates in the main process"),
     ("rollout.own_process", None, "evaluates in the main process"),
     ("rollout.workflow", None, "has no rollouts"),
-    ("rollout.publish_weights", False, "has no rollouts that others could act in"),
+    ("rollout.publish_weights", False, "has no rollouts for other processes"),
     ("runner.max_staleness", 0, "has no rollouts"),
     ("algorithm.kl.coef", 0, "keeps no reference policy"),
     ("algorithm.filter.enabled", False, "has no groups to drop"),
@@ -32,7 +32,7 @@ READ = {"iql": ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n
 
 @RULES.rule("algorithm", "actor", "rollout", "reward.fn", "runner.max_staleness", "cluster")
 def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
-    """Nothing is set that such an algorithm would have to ignore."""
+    """Settings that such an algorithm would ignore are rejected."""
     others = ("algorithm.loss_type",)
     for key, wanted, reason in NEEDS:
         if value_of(context.config, key) != wanted:
@@ -41,30 +41,30 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
             yield Finding(key, message, f"set it to {shown}", shown, others=others)
     if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
         message = "offline algorithms evaluate in the main process"
-        hint = "leave the placement of rollout at its default, and cluster.launcher=process"
+        hint = "keep the default placement of rollout, and cluster.launcher=process"
         yield Finding("cluster.component_placement", message, hint, others=others)
 
 
 @RULES.rule("algorithm.loss_type", "reward.model")
 def labels_need_no_rewards(context: Context) -> Iterator[Finding]:
-    """RECAP reads labels of a dataset; a reward model has judged it before."""
+    """RECAP reads a dataset's labels, which already include a reward model's judgement."""
     if context.config.algorithm.loss_type == "recap" and context.config.reward.model is not None:
-        message = "recap reads the labels of a dataset, and reward.model would judge nothing"
-        hint = "set reward.model=null, and give the model to `embodrl label --reward-model`"
+        message = "recap reads the labels of a dataset, so reward.model would have no effect"
+        hint = "set reward.model=null, and pass the model to `embodrl label --reward-model`"
         yield Finding("algorithm.loss_type", message, hint, others=("reward.model",))
 
 
 @RULES.rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
 def offline_has_data(context: Context) -> Iterator[Finding]:
-    """What is learned from is named, and there."""
+    """The dataset is configured and exists."""
     settings = context.config.algorithm.off_policy
     others = ("algorithm.loss_type",)
     if settings.demos is None:
         hint = f"set {DATA} to a directory of `embodrl collect`"
-        yield Finding(DATA, "there are no data to learn from", hint, "a directory", others=others)
+        yield Finding(DATA, "there is no data to learn from", hint, "a directory", others=others)
     elif settings.demos not in context.made_before and path_kind(settings.demos) != "directory":
         message = f"there is no directory '{settings.demos}'"
-        yield Finding(DATA, message, "make it: embodrl collect collect.output_dir=...", "a directory")
+        yield Finding(DATA, message, "create it: embodrl collect collect.output_dir=...", "a directory")
 
 
 @RULES.rule("algorithm.offline.tag", DATA, "algorithm.loss_type")
@@ -82,7 +82,7 @@ def labels_are_there(context: Context) -> Iterator[Finding]:
 
 @RULES.note("algorithm.off_policy", "algorithm.loss_type")
 def offline_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings of replay buffers and temperatures, which there are none of."""
+    """Settings of replay buffers and temperatures, which offline algorithms do not have."""
     loss = context.config.algorithm.loss_type
     for name in OffPolicyConfig.model_fields:
         if name not in READ.get(loss, ("demos",)) and context.by_user(key := f"algorithm.off_policy.{name}"):

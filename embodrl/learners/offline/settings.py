@@ -12,23 +12,26 @@ from embodrl.config.schema.section import AppliesIf, Fraction, NonNegativeFloat,
 
 
 class OfflineConfig(Section):
-    """IQL and RECAP: how much is learned from a dataset, and what its actions weigh or are called."""
+    """IQL and RECAP: amount of training on the dataset, and weights or labels of its actions."""
 
-    updates: PositiveInt = Field(default=500, description="optimizer steps of an iteration")
+    updates: PositiveInt = Field(default=500, description="optimizer steps per iteration")
     expectile: Annotated[float, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
-        default=0.7, gt=0, lt=1, description="of the Q values that V becomes; 0.5 their mean, towards 1 their largest"
+        default=0.7,
+        gt=0,
+        lt=1,
+        description="expectile of the Q values that V approximates; 0.5: the mean, towards 1: the maximum",
     )
     temperature: Annotated[NonNegativeFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
         default=3.0, description="beta of the weights exp(beta A) of actions; 0 is plain imitation"
     )
     max_weight: Annotated[PositiveFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
-        default=100.0, description="largest weight of an action"
+        default=100.0, description="maximum weight of an action"
     )
     tag: Annotated[str, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
-        default="recap", description="RECAP: of the labels that `embodrl label` has written beside the data"
+        default="recap", description="RECAP: tag of the labels that `embodrl label` wrote next to the data"
     )
     condition_dropout: Annotated[Fraction, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
-        default=0.3, description="RECAP: share of the frames whose instruction does not say the advantage"
+        default=0.3, description="RECAP: fraction of the frames whose instruction omits the advantage"
     )
     label_smoothing_bins: NonNegativeFloat = Field(
         default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
@@ -36,5 +39,5 @@ class OfflineConfig(Section):
 
 
 def offline_settings(algorithm: AlgorithmConfig) -> OfflineConfig:
-    """Return the section; its defaults where the configuration has none."""
+    """Return the section, with defaults if the configuration has none."""
     return section_in(algorithm, "offline", OfflineConfig)

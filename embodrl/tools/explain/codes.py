@@ -41,7 +41,7 @@ CURES = {
     "statistics-missing": "choose a set with model.unnorm_key, or compute them: `embodrl sft sft.stats=data`",
     "policy-file": "restore the file from its origin; the message names the file and the key or tensor",
     "env": "read the message and the log of the simulator process in RUN/logs; `embodrl doctor ARGS` tries one frame",
-    "env-protocol": "look for code of the simulator that writes to file descriptors or memory that are not its own",
+    "env-protocol": "look for simulator code that writes to foreign file descriptors or memory",
     "env-order": "first make the call that the hint names",
     "env-worker-died": "look at RUN/logs; if memory ran out, use fewer environments (env.train.total_num_envs)",
     "env-timeout": "raise env.step_timeout_s, reset_timeout_s or start_timeout_s, or use fewer processes",

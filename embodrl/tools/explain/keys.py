@@ -12,12 +12,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from embodrl.config.check import in_words, model_of, section_model, unknown_key, with_every_section
-from embodrl.config.explain import flow
 from embodrl.config.rules import Rule, shipped_rules
 from embodrl.config.rules.verbs import COMMANDS
 from embodrl.config.schema import AppliesIf, Config, EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.config.schema.readers import readers
 from embodrl.config.schema.section import Section
+from embodrl.config.yaml_text import flow
 from embodrl.pipelines.select import PipelineCheck
 from embodrl.specs import ENVS, MODELS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.explain import to_yaml
 from embodrl.config.schema import Config
+from embodrl.config.yaml_text import to_yaml
 from embodrl.errors import HubError, UsageError
 from embodrl.fields import MAX_JSON_BYTES, Fields, read_fields, read_regular_file
 from embodrl.hub import HubName, explained, parse

@@ -22,13 +22,13 @@ from pydantic import ValidationError
 
 from embodrl.config.check import schema_of, validate
 from embodrl.config.compose import Composition, assignment, compose, concerning, is_choice, parse_arguments
-from embodrl.config.explain import flow
 from embodrl.config.isolated import interpreter_of
 from embodrl.config.load import refuse_untrusted_code
 from embodrl.config.nodes import Node, lookup, walk
 from embodrl.config.schema import CollectConfig, RecipeConfig
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.config.trust import untrusted_code
+from embodrl.config.yaml_text import flow
 from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
 from embodrl.fields import read_fields
 from embodrl.pipelines.load import load_config

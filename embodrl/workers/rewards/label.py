@@ -1,7 +1,7 @@
-"""`embodrl label`: RECAP's value function, advantages and their indicator, written beside a dataset.
+"""`embodrl label`: RECAP's value function, advantages and their indicator, as sidecar files of a dataset.
 
-Physical Intelligence 2025, "pi*0.6: a VLA That Learns From Experience", arXiv 2511.14759; the files are named and
-their columns called as in RLinf. Shapes: N frames, E episodes.
+Physical Intelligence 2025, "pi*0.6: a VLA That Learns From Experience", arXiv 2511.14759; file and column names follow
+RLinf. Shapes: N frames, E episodes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ from embodrl.workers.rewards.reward_model import judged_successes
 
 @dataclass(frozen=True)
 class LabelSettings:
-    """How a dataset is labelled.
+    """Settings of the labels.
 
     Attributes:
-        tag: of the files.
-        lookahead: steps that an advantage adds up before it takes the value.
-        positive: share of the frames whose advantage counts as positive.
-        failure_penalty: taken off at the end of an episode that failed; None: the steps of the longest one.
-        reward_model: of `embodrl reward train`; a progress model is the value function, a classifier says which
-            episodes succeeded; None trains a value function on the outcomes of the dataset.
-        fitting: of the value function; a progress model that is given is not trained.
+        lookahead: number of steps an advantage sums before it bootstraps from the value.
+        positive: fraction of frames whose advantage counts as positive.
+        failure_penalty: subtracted at the end of a failed episode; None: the length of the longest episode.
+        reward_model: model of `embodrl reward train`; a progress model is the value function, a classifier decides
+            which episodes succeeded; None trains a value function on the dataset's outcomes.
+        fitting: training of the value function; unused with a given progress model.
     """
 
     tag: str = "recap"
@@ -64,16 +63,17 @@ class LabelSettings:
 
 @dataclass(frozen=True)
 class LabelResult:
-    """What was found.
+    """Figures of the labels.
 
     Attributes:
-        paths: written.
-        episodes, frames: of the dataset.
-        success_rate: of its episodes.
-        thresholds: of each task, advantages from which on are positive.
-        positive_rate: share of positive frames.
-        positive_in_successes, positive_in_failures: the same in episodes of each outcome; None without such.
-        spearman: rank correlation of values and returns in episodes that were held out; in all with a given model.
+        paths: written files.
+        episodes, frames: size of the dataset.
+        success_rate: success rate of its episodes.
+        thresholds: smallest positive advantage of each task.
+        positive_rate: fraction of positive frames.
+        positive_in_successes, positive_in_failures: the same within episodes of each outcome; None without such
+            episodes.
+        spearman: rank correlation of values and returns in held-out episodes; in all episodes with a given model.
     """
 
     paths: tuple[Path, ...]
@@ -91,16 +91,16 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
     """Train the value function, and write ``meta/returns_TAG.parquet``, ``meta/advantages_TAG.parquet`` and the model.
 
     Raises:
-        UsageError: there is nothing to fit with the progress model that is given.
-        EmbodrlError: the dataset has no outcomes or nothing to see, or can't be written to.
+        UsageError: fitting settings were given together with a progress model.
+        EmbodrlError: the dataset has no outcomes or no inputs, or is not writable.
     """
     check_labelled_format(directory)
     demos = load_demos(directory)
     given = None if settings.reward_model is None else ObservationModel.load(settings.reward_model)
     judges = given is not None and given.kind == "success"
     if given is not None and not judges and settings.fitting != Fitting():
-        message = f"{settings.reward_model} is a progress model, which is used as it is: nothing is trained"
-        raise UsageError(message, "leave out what concerns the training of a value function", code="label-fitting")
+        message = f"{settings.reward_model} is a progress model, which is used unchanged: nothing is trained"
+        raise UsageError(message, "remove the options that train a value function", code="label-fitting")
     success = judged_successes(given, demos) if given is not None and judges else successes(demos, directory)
     lengths = np.bincount(demos.episode, minlength=len(success))
     progress_model = None if judges else given
@@ -123,7 +123,7 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
     positive, thresholds = positive_frames(demos, advantages, settings.positive)
     paths = _write(directory, settings, demos, rewards, returns, scale, values, advantages, positive)
     made = {**asdict(settings), "reward_model": settings.reward_model and str(settings.reward_model)}
-    if progress_model is not None:  # it was trained by its own
+    if progress_model is not None:  # the model was trained with its own
         del made["fitting"]
     model.facts = {**model.facts, **made, "failure_penalty": penalty, "scale": scale}
     model.save(directory / "meta" / f"value_{settings.tag}")
@@ -143,17 +143,13 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
 
 
 def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[Tensor, dict[str, float]]:
-    """Return the frames ``bool[N]`` that count as positive, and from which advantage on those of each task do.
+    """Return the frames ``bool[N]`` that count as positive, and the smallest positive advantage of each task.
 
-    They are the best ``fraction`` of each task, and all on which an expert or a person acted in place of the policy.
-
-    Args:
-        demos: with N frames.
-        advantages: ``float32[N]``.
-        fraction: above 0, below 1.
+    Positive are the best ``fraction`` of each task by ``advantages float32[N]``, and all frames where an expert or a
+    person replaced the policy.
 
     Raises:
-        EmbodrlError: advantages of a task are not finite, so that none is the best.
+        EmbodrlError: a task's advantages are not finite, so they cannot be ranked.
     """
     positive = torch.zeros(len(advantages), dtype=torch.bool)
     thresholds = {}
@@ -175,23 +171,19 @@ def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[
 
 
 def _units_of(model: ObservationModel, settings: LabelSettings) -> tuple[float, float]:
-    """Return what a failure costs by the values of a progress model, in steps, and how many steps a value of 1 is.
-
-    Raises:
-        EmbodrlError: the model does not say, or another one was asked for.
-    """
+    """Return the failure cost in a progress model's values, in steps, and the number of steps per unit of value."""
     found = [model.facts.get(name) for name in ("failure_penalty", "scale")]
     penalty, scale = ((float(x) if isinstance(x, int | float) else 0.0) for x in found)
     if scale <= 0:
         raise EmbodrlError(
-            f"{settings.reward_model} does not say on which scale its values are",
+            f"{settings.reward_model} does not record the scale of its values",
             "train it again with this version of `embodrl reward train`",
             code="label-scale",
         )
     if settings.failure_penalty not in (None, penalty):
         raise EmbodrlError(
-            f"the values of {settings.reward_model} are of a failure penalty of {penalty:g} steps",
-            "leave out --failure-penalty, or --reward-model",
+            f"the values of {settings.reward_model} use a failure penalty of {penalty:g} steps",
+            "remove --failure-penalty or --reward-model",
             code="label-scale",
         )
     return penalty, scale
@@ -204,14 +196,14 @@ def _values(
     model = make_model("value", demos, fitting)
     inputs = frame_inputs(model, demos)
     centers = model.centers
-    apart = torch.from_numpy(held_out_episodes(success.tolist(), fitting)[demos.episode])
+    held_out = torch.from_numpy(held_out_episodes(success.tolist(), fitting)[demos.episode])
 
     def loss_of(logits: Tensor, rows: Tensor) -> Tensor:
         return F.cross_entropy(logits, two_hot(targets[rows], centers))
 
-    fit(model, inputs, (~apart).nonzero()[:, 0], loss_of, fitting, progress)
+    fit(model, inputs, (~held_out).nonzero()[:, 0], loss_of, fitting, progress)
     values = model.judge(inputs)
-    correlation = spearman(values[apart].numpy(), targets[apart].numpy()) if bool(apart.any()) else None
+    correlation = spearman(values[held_out].numpy(), targets[held_out].numpy()) if bool(held_out.any()) else None
     return model, values, correlation
 
 
@@ -226,7 +218,7 @@ def _write(
     advantages: Tensor,
     positive: Tensor,
 ) -> tuple[Path, Path]:
-    """Write both sidecars; values and advantages are on the scale of -1 to 0, returns and rewards in steps."""
+    """Write both sidecars; values and advantages are scaled to -1..0, returns and rewards are in steps."""
     numbers = frame_numbers(demos)
     n = settings.lookahead
     episodes = values.split([len(part) for part in rewards])

@@ -26,15 +26,15 @@ Inputs = Literal["auto", "images", "state", "both"]
 
 @dataclass(frozen=True)
 class Fitting:
-    """How a network is trained.
+    """Training settings of a network.
 
     Attributes:
-        inputs: what it sees; auto: pictures unless they are all the same, and the state where there is one.
-        steps: of the optimizer.
-        batch_size: frames.
-        lr: learning rate, with a cosine to 0.
-        held_out: share of the episodes that it is judged on, and not trained on.
-        seed: of weights, batches, and of what is held out.
+        inputs: observations it uses; auto: images unless they are all identical, and the state if there is one.
+        steps: optimizer steps.
+        batch_size: frames per batch.
+        lr: peak learning rate, with a cosine decay to 0.
+        held_out: fraction of the episodes that are held out for evaluation.
+        seed: seed of weights, batches, and the held-out split.
     """
 
     inputs: Inputs = "auto"
@@ -49,12 +49,12 @@ def successes(demos: Demos, source: object) -> NDArray[np.bool_]:
     """Return whether each episode succeeded, ``bool[E]``.
 
     Raises:
-        EmbodrlError: that is not known of all.
+        EmbodrlError: the outcome of some episode is unknown.
     """
     known = [success for success in demos.success if success is not None]
     if len(known) != demos.num_episodes:
         raise EmbodrlError(
-            f"{source} does not tell which episodes succeeded",
+            f"{source} does not record which episodes succeeded",
             "use a dataset of `embodrl collect`",
             code="label-no-success",
         )
@@ -62,10 +62,10 @@ def successes(demos: Demos, source: object) -> NDArray[np.bool_]:
 
 
 def make_model(kind: str, demos: Demos, fitting: Fitting) -> ObservationModel:
-    """Return a model with random weights for what a dataset shows.
+    """Return a randomly initialised model for a dataset's observations.
 
     Raises:
-        EmbodrlError: there is nothing to see.
+        EmbodrlError: there are no observations.
     """
     wanted = fitting.inputs
     drawn = bool(demos.images.size) and bool((demos.images[::7] != demos.images[:1]).any())
@@ -73,8 +73,8 @@ def make_model(kind: str, demos: Demos, fitting: Fitting) -> ObservationModel:
     state = demos.state.shape[1] if wanted in ("auto", "state", "both") else 0
     if not cameras and not state:
         raise EmbodrlError(
-            f"with inputs={wanted} there is nothing to see in the dataset",
-            "collect with pictures or env.include_state=true",
+            f"with inputs={wanted} the dataset has no usable observations",
+            "collect with images or env.include_state=true",
             code="label-no-inputs",
         )
     instructions = sorted(demos.instruction_table)
@@ -88,23 +88,23 @@ def make_model(kind: str, demos: Demos, fitting: Fitting) -> ObservationModel:
 
 
 def frame_inputs(model: ObservationModel, demos: Demos) -> dict[str, Tensor]:
-    """Return what a model sees of all frames.
+    """Return the model inputs of all frames.
 
     Raises:
-        EmbodrlError: it was trained for another environment.
+        EmbodrlError: the model was trained for another environment.
     """
     return model.inputs(demos.images, demos.state, demos.said(slice(None)))
 
 
 def held_out_episodes(labels: Sequence[bool], fitting: Fitting) -> NDArray[np.bool_]:
-    """Return which episodes ``bool[E]`` are not trained on: the share of each label, at least one of several."""
+    """Return the held-out episodes ``bool[E]``: a fraction of each label, at least one of labels with several."""
     rng = np.random.default_rng(fitting.seed)
     chosen = np.zeros(len(labels), np.bool_)
     if fitting.held_out:
         for label in (False, True):
-            those = rng.permutation(np.flatnonzero(np.asarray(labels) == label))
-            count = max(1, round(fitting.held_out * len(those))) if len(those) > 1 else 0
-            chosen[those[:count]] = True
+            labelled = rng.permutation(np.flatnonzero(np.asarray(labels) == label))
+            count = max(1, round(fitting.held_out * len(labelled))) if len(labelled) > 1 else 0
+            chosen[labelled[:count]] = True
     return chosen
 
 
@@ -120,11 +120,11 @@ def fit(
 
     Args:
         model: the network.
-        inputs: of all frames, ``[N,...]`` by name.
-        frames: which of them train, ``int64[n]``.
-        loss_of: from logits ``float32[B,K]`` and the frames ``int64[B]`` to their mean loss.
-        fitting: how.
-        progress: shown to the user.
+        inputs: inputs of all frames, ``[N,...]`` by name.
+        frames: training frames, ``int64[n]``.
+        loss_of: maps logits ``float32[B,K]`` and frames ``int64[B]`` to their mean loss.
+        fitting: training settings.
+        progress: progress display.
 
     Raises:
         NonFiniteError: the loss is not finite.
@@ -138,7 +138,7 @@ def fit(
         loss = loss_of(model({name: column[rows] for name, column in inputs.items()}), rows)
         if not bool(torch.isfinite(loss)):
             raise NonFiniteError(
-                f"the loss of step {step} is {loss.item()}", "lower --lr, and look for NaN in the states"
+                f"the loss of step {step} is {loss.item()}", "lower --lr, and check the states for NaN"
             )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -149,7 +149,7 @@ def fit(
 
 
 def spearman(left: NDArray[np.floating], right: NDArray[np.floating]) -> float | None:
-    """Return the rank correlation; equal numbers share their mean rank. None where one side is constant."""
+    """Return the rank correlation, with mean ranks for ties; None if one side is constant."""
     first = _ranks(left)
     second = _ranks(right)
     if np.ptp(first) == 0 or np.ptp(second) == 0:

@@ -1,4 +1,4 @@
-"""`embodrl reward train` and `check`: success classifiers and progress models of recorded episodes.
+"""`embodrl reward train` and `check`: success classifiers and progress models from recorded episodes.
 
 Shapes: E episodes, N frames.
 """
@@ -35,19 +35,19 @@ from embodrl.workers.rewards.observe import (
 
 Kind = Literal["success", "progress"]
 BINS = 10
-"""Of equal width, for the calibration error."""
+"""Number of equal-width bins of the calibration error."""
 Flags = NDArray[np.bool_]
 Scores = NDArray[np.floating]
 
 
 @dataclass(frozen=True)
 class RewardTraining:
-    """How a reward model is trained.
+    """Training settings of a reward model.
 
     Attributes:
-        kind: success: a classifier of last observations; progress: a value function of the steps that are left.
-        window: frames at the end of a success that count as one, of a classifier; None: 1.
-        fitting: of the network.
+        kind: success: a classifier of last observations; progress: a value function of the remaining steps.
+        window: number of final frames of a success labelled as success (classifier only); None: 1.
+        fitting: training of the network.
     """
 
     kind: Kind = "success"
@@ -57,17 +57,17 @@ class RewardTraining:
 
 @dataclass(frozen=True)
 class Judged:
-    """How good a model is, on the last observations of episodes unless said otherwise; None where that is undefined.
+    """Quality of a model, on last observations of episodes unless noted otherwise; None where undefined.
 
     Attributes:
-        episodes, successes: that it was judged on.
-        auc: probability that a success is scored above a failure.
-        accuracy: share of right answers at the threshold; of a classifier.
-        false_positives, false_negatives: share of failures taken for successes, and the reverse; of a classifier.
-        frame_false_positives: share of all frames of failures taken for a success; of a classifier.
-        brier: mean squared error of the probability; of a classifier.
-        calibration_error: expected calibration error over ten bins; of a classifier.
-        spearman: rank correlation of values and returns over all frames; of a progress model.
+        episodes, successes: numbers of judged episodes and of successes among them.
+        auc: probability that a success scores above a failure.
+        accuracy: fraction of correct answers at the threshold (classifier).
+        false_positives, false_negatives: fraction of failures classified as success, and the reverse (classifier).
+        frame_false_positives: fraction of all frames of failures classified as success (classifier).
+        brier: mean squared error of the probability (classifier).
+        calibration_error: expected calibration error over ten bins (classifier).
+        spearman: rank correlation of values and returns over all frames (progress model).
     """
 
     episodes: int
@@ -84,14 +84,9 @@ class Judged:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What was trained.
+    """Result of training; ``threshold`` is the smallest probability classified as success, None for progress.
 
-    Attributes:
-        path: of the model.
-        kind: of it.
-        threshold: from this probability on it says yes; None for progress.
-        trained_on, calibrated_on: episodes.
-        judged: on further episodes, of neither.
+    ``trained_on`` and ``calibrated_on`` are numbers of episodes.
     """
 
     path: Path
@@ -106,9 +101,9 @@ def train_reward(directory: Path, output: Path, settings: RewardTraining, consol
     """Train a model on a dataset of successes and failures, and write it to ``output``.
 
     Raises:
-        UsageError: ``output`` has something else, or a progress model was given a window.
-        EmbodrlError: the dataset has no outcomes, too few of one kind, or nothing to see.
-        OutputError: it can't be written.
+        UsageError: ``output`` holds something else, or a progress model was given a window.
+        EmbodrlError: the dataset has no outcomes, too few of one kind, or no observations.
+        OutputError: the model cannot be written.
     """
     if settings.kind != "success" and settings.window is not None:
         raise UsageError("a progress model values every frame: no window applies", "leave it out", code="reward-window")
@@ -161,8 +156,8 @@ def check_reward(model_dir: Path, directory: Path) -> Judged:
     """Judge a saved model on all episodes of a dataset.
 
     Raises:
-        CheckpointError: there is no such model, or it is damaged.
-        EmbodrlError: the dataset is of another environment, or has no outcomes.
+        CheckpointError: the model is missing or damaged.
+        EmbodrlError: the dataset comes from another environment, or has no outcomes.
     """
     model = ObservationModel.load(model_dir)
     demos = load_demos(directory)
@@ -174,19 +169,19 @@ def check_reward(model_dir: Path, directory: Path) -> Judged:
 
 
 def split(won: Flags, fitting: Fitting, kind: Kind, source: object) -> tuple[Flags, Flags]:
-    """Return which episodes ``bool[E]`` choose the threshold, and which judge the model; none trains it.
+    """Return the held-out episodes ``bool[E]`` that calibrate the threshold, and the ones that judge the model.
 
     Raises:
-        EmbodrlError: there are too few of an outcome.
+        EmbodrlError: one outcome has too few episodes.
     """
-    apart = held_out_episodes(won.tolist(), fitting)
-    calibrating = np.zeros_like(apart)
-    judging = np.zeros_like(apart)
+    held_out = held_out_episodes(won.tolist(), fitting)
+    calibrating = np.zeros_like(held_out)
+    judging = np.zeros_like(held_out)
     for outcome in (False, True):
-        those = np.flatnonzero(apart & (won == outcome))
-        half = len(those) // 2 if kind == "success" else 0
-        calibrating[those[:half]] = True
-        judging[those[half:]] = True
+        episodes = np.flatnonzero(held_out & (won == outcome))
+        half = len(episodes) // 2 if kind == "success" else 0
+        calibrating[episodes[:half]] = True
+        judging[episodes[half:]] = True
     parts = (calibrating, judging, ~(calibrating | judging))
     enough = all((part & (won == outcome)).any() for part in parts for outcome in (False, True))
     if not (judging.any() and parts[-1].any() if kind == "progress" else enough):
@@ -205,21 +200,21 @@ def last_frames(demos: Demos) -> NDArray[np.int64]:
 
 
 def ending(demos: Demos, won: Flags, window: int) -> Flags:
-    """Return which frames ``bool[N]`` are among the last ``window`` ones of a success."""
+    """Return which frames ``bool[N]`` are among the last ``window`` frames of a success."""
     return won[demos.episode] & (demos.last - np.arange(len(demos.last)) < window)
 
 
 def scaled_returns(demos: Demos, won: Flags) -> Tensor:
-    """Return ``float32[N]`` from -1 to 0: minus the steps left, and at a failure those of the longest episode more.
+    """Return ``float32[N]`` from -1 to 0: minus the remaining steps; failures lose the longest length in addition.
 
-    As RECAP's (arXiv 2511.14759, eq. 5), on the scale of the largest one.
+    As in RECAP (arXiv 2511.14759, eq. 5), divided by the largest magnitude.
     """
     returns, _, scale = returns_to_go(demos, won)
     return returns / scale
 
 
 def returns_to_go(demos: Demos, won: Flags) -> tuple[Tensor, float, float]:
-    """Return ``scaled_returns`` in steps, what a failure costs, in steps, and the scale, the largest one."""
+    """Return ``scaled_returns`` in steps, the failure cost in steps, and the scale (the largest magnitude)."""
     lengths = np.bincount(demos.episode, minlength=len(won))
     penalty = float(lengths.max())
     parts = [rewards_to_go(steps_to_go_rewards(int(n), bool(w), penalty)) for n, w in zip(lengths, won, strict=True)]
@@ -235,7 +230,7 @@ def _fit_classifier(
     fitting: Fitting,
     progress: Progress,
 ) -> None:
-    """Train by cross-entropy in which successes and all other frames weigh the same."""
+    """Train by cross-entropy with equal total weights for success frames and all others."""
     share = targets[rows].float().mean()
     weight = ((1 - share) / share).clamp(max=1000.0)
 
@@ -246,10 +241,7 @@ def _fit_classifier(
 
 
 def best_threshold(scores: Scores, labels: Flags) -> float:
-    """Return the threshold with the greatest sum of sensitivity and specificity: midway between two scores.
-
-    Of several as good ones the middle one.
-    """
+    """Return the threshold with maximum sensitivity + specificity, midway between scores; of ties, the middle one."""
     levels = np.unique(scores)
     candidates = np.concatenate([levels[:1], (levels[1:] + levels[:-1]) / 2])
     said = scores[None] >= candidates[:, None]
@@ -259,7 +251,7 @@ def best_threshold(scores: Scores, labels: Flags) -> float:
 
 
 def auc(scores: Scores, labels: Flags) -> float | None:
-    """Return the probability that one with the label is scored above one without; ties count half."""
+    """Return the probability that a positive scores above a negative; ties count half."""
     if labels.all() or not labels.any():
         return None
     above = scores[labels][:, None] - scores[~labels][None]
@@ -302,19 +294,15 @@ def _share(flags: Flags) -> float | None:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse to replace something that is not a reward model.
-
-    Raises:
-        UsageError: something else is there.
-    """
+    """Refuse to overwrite anything but a reward model."""
     config = output / CONFIG_FILE
     replaced = config.is_file() and read_file(config).text("model_type", "") == REWARD_MODEL
     if output.exists() and not replaced and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"{output} is there, and is no reward model", "name another directory", code="reward-output")
+        raise UsageError(f"{output} exists and is not a reward model", "choose another directory", code="reward-output")
 
 
 def judged_successes(model: ObservationModel, demos: Demos) -> Flags:
-    """Return which episodes ``bool[E]`` a classifier takes for successes."""
+    """Return which episodes ``bool[E]`` a classifier considers successes."""
     last = last_frames(demos)
     seen = model.inputs(demos.images[last], demos.state[last], demos.said(last))
     return (model.judge(seen) >= model.threshold).numpy()

@@ -12,5 +12,5 @@ REWARD = VerbSpec(
 LABEL = VerbSpec(
     name="label",
     target="embodrl.cli.label:label",
-    description="Label a dataset for algorithm=recap: values, advantages, and which of them are positive.",
+    description="Label a dataset for algorithm=recap: values, advantages, and positive frames.",
 )

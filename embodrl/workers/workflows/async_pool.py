@@ -1,8 +1,8 @@
-"""The environments of a pool as asynchronous ones, each with an episode of its own.
+"""A pool's environments as asynchronous ones, each with its own episode.
 
-The calls of episodes that run at the same time share the requests to a simulator process: whenever it is idle, all
-that wait for it go out together, and the other environments are left alone. A thread per process waits for answers, so
-a slow simulator delays only its own episodes. Everything else happens on one event loop, without locks.
+Concurrent calls of episodes share the requests to a simulator process: whenever it is idle, all waiting calls go out
+together, and the other environments are untouched. A thread per process waits for answers, so a slow simulator delays
+only its own episodes. Everything else happens on one event loop, without locks.
 
 Shapes: C actions in a chunk, A action dimensions.
 """
@@ -26,7 +26,7 @@ from embodrl.types import Observation
 
 @dataclass(frozen=True)
 class _Content:
-    """What an environment asks for: a new episode, a chunk of actions, or an answer of its simulator."""
+    """Content of a request: a new episode, a chunk of actions, or a query of the simulator."""
 
     row: int
     episode: tuple[int, int] | None = None  # seed, task id
@@ -34,21 +34,21 @@ class _Content:
     call: tuple[str, dict[str, object]] | None = None
 
     def shares_batch(self, other: _Content) -> bool:
-        """Return whether one request to the simulator process can do both; chunks of one length go together."""
+        """Return whether both fit into one request to the simulator process; chunks must have equal length."""
         if self.episode is not None:
             return other.episode is not None
         return self.actions is not None and other.actions is not None and len(self.actions) == len(other.actions)
 
 
 class _Process(BatchPump[_Content, object]):
-    """The requests to one simulator process; ``pool`` has that one manager only."""
+    """The requests to one simulator process; ``pool`` has only that manager."""
 
     def __init__(self, pool: EnvPool) -> None:
         super().__init__(pool.managers[0].name)
         self.pool = pool
         self.spec = pool.spec
-        self.running: set[int] = set()  # rows with an episode in progress
-        self.lost: set[int] = set()  # of those, rows whose process has been restarted since
+        self.running: set[int] = set()  # rows with a running episode
+        self.lost: set[int] = set()  # the ones whose process has been restarted since
         self._restarted = False
         self._latest: dict[int, Request[_Content, object]] = {}  # by row
 
@@ -56,12 +56,13 @@ class _Process(BatchPump[_Content, object]):
         """Queue a request and wait for its answer.
 
         Raises:
-            EnvError: the environment has not answered an earlier request yet.
+            EnvError: an earlier request of the environment is still pending.
         """
         latest = self._latest.get(content.row)
         if latest is not None and not latest.answer.done():
             raise EnvOrderError(
-                "this environment is asked again before it has answered", "await every call, or cancel it, first"
+                "this environment received a request while another one is pending",
+                "await every call, or cancel it, first",
             )
         request = self._latest[content.row] = Request(content)
         return await self.submit(request)
@@ -81,7 +82,7 @@ class _Process(BatchPump[_Content, object]):
         return [request for request in alike if not request.answer.done()]
 
     def computed(self, batch: Sequence[_Content], answers: Sequence[object]) -> None:
-        if self._restarted:  # rows that were not asked have lost an episode, too
+        if self._restarted:  # idle rows have lost an episode, too
             self.lost |= self.running - {content.row for content in batch}
         for content, answer in zip(batch, answers, strict=True):
             if content.episode is not None:
@@ -90,7 +91,7 @@ class _Process(BatchPump[_Content, object]):
             if isinstance(answer, ToolResult) and answer.done:
                 self.running.discard(content.row)
 
-    # -- in the thread ------------------------------------------------------------------------------------------------
+    # -- in the thread -------------------------------------------------------------------------------------------------
 
     def compute(self, batch: list[_Content]) -> Sequence[object]:
         process = self.pool.managers[0].process
@@ -120,12 +121,9 @@ class _Process(BatchPump[_Content, object]):
 
 
 class AsyncPool:
-    """Asynchronous environments over the rows of a pool, which is not auto-reset and has no other request in progress.
+    """Asynchronous environments over the rows of a pool without auto-reset and without other pending requests.
 
-    Everything is used on one event loop. ``close`` leaves the pool as it is.
-
-    Args:
-        pool: started.
+    Use it on one event loop. ``close`` leaves the pool usable.
     """
 
     def __init__(self, pool: EnvPool) -> None:
@@ -133,22 +131,22 @@ class AsyncPool:
         self._processes = [_Process(part) for part in pool.split(len(pool.managers))]
 
     def environments(self) -> list[PoolEnvironment]:
-        """Return one environment a row, in the order of the pool."""
+        """Return one environment per row, in pool order."""
         return [PoolEnvironment(process, row) for process in self._processes for row in range(process.spec.num_envs)]
 
     def busy_s(self) -> float:
-        """Return the seconds that a process has been at work, on average."""
+        """Return the mean busy time of a process in seconds."""
         return sum(process.busy_s for process in self._processes) / len(self._processes)
 
     def mean_batch(self) -> float:
-        """Return how many calls of environments a request to a process was made of, on average; 0 before the first."""
+        """Return the mean number of environment calls per request to a process; 0 before the first."""
         batches = sum(process.batches for process in self._processes)
         return sum(process.requests for process in self._processes) / batches if batches else 0.0
 
     def close(self) -> None:
-        """Wait until every process is idle, so that the pool can be used in other ways again, and end the threads.
+        """Wait until every process is idle, so that the pool can be used otherwise, and end the threads.
 
-        Episodes must have ended, or been cancelled.
+        Episodes must have ended or been cancelled.
         """
         for process in self._processes:
             process.close()
@@ -157,8 +155,8 @@ class AsyncPool:
 class PoolEnvironment(Environment):
     """One row of a pool; see AsyncPool.
 
-    A fault of the simulator ends the episode with ``ToolResult.lost``; the pool has restarted the process by then. A
-    cancelled call ends it, too: continue with ``initialize`` or ``load_state``. One call at a time, else EnvError.
+    A simulator fault ends the episode with ``ToolResult.lost``; by then the pool has restarted the process. A cancelled
+    call ends it, too: continue with ``initialize`` or ``load_state``. Concurrent calls raise EnvError.
     """
 
     def __init__(self, process: _Process, row: int) -> None:
@@ -180,7 +178,7 @@ class PoolEnvironment(Environment):
         return observation
 
     def list_tools(self) -> list[Tool]:
-        """The one tool is ``act``."""
+        """Return the only tool, ``act``."""
         action = {
             "type": "array",
             "prefixItems": [
@@ -213,14 +211,14 @@ class PoolEnvironment(Environment):
         try:
             return await self._process.ask(content)
         except asyncio.CancelledError:
-            self._done = True  # whether the simulator has done it is not known
+            self._done = True  # whether the simulator has executed it is unknown
             raise
 
     def _checked(self, arguments: Mapping[str, object]) -> NDArray[np.float32]:
         if set(arguments) != {"actions"}:
             raise EnvError(
                 f"act got {', '.join(sorted(arguments)) or 'nothing'}",
-                "give it actions and nothing else",
+                "pass actions and nothing else",
                 code="actions-shape",
             )
         actions = np.asarray(arguments["actions"], np.float32)
@@ -231,7 +229,9 @@ class PoolEnvironment(Environment):
                 code="actions-shape",
             )
         if not np.isfinite(actions).all():
-            raise EnvError("an action is not finite", "look at what makes the actions", code="actions-not-finite")
+            raise EnvError(
+                "an action is not finite", "check the code that computes the actions", code="actions-not-finite"
+            )
         return actions
 
     async def get_state(self) -> bytes:

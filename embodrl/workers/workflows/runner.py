@@ -1,4 +1,4 @@
-"""Rollouts whose episodes are run by a workflow, all at the same time.
+"""Rollouts whose episodes are run by a workflow, all concurrently.
 
 Shapes: T policy steps (chunks), B environments.
 """
@@ -40,16 +40,16 @@ from embodrl.workers.workflows.workflow import EpisodeTask, RolloutWorkflow, Tra
 
 logger = logging.getLogger(__name__)
 
-# How long a signal may wait until it is looked at.
+# Polling interval for stop signals, in seconds.
 _POLL_S = 0.1
-# How often a shard is run at most until an episode of it is left; a shard may be few episodes, of one group.
+# Maximum runs of a shard until an episode of it is accepted; a shard may be few episodes, of one group.
 MAX_ATTEMPTS = 4
 _BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
 
 
 @dataclass
 class _Tally:
-    """Outcomes of the episodes of a shard, over all attempts."""
+    """Outcomes of a shard's episodes, over all attempts."""
 
     attempts: int = 0
     failed: int = 0
@@ -59,17 +59,11 @@ class _Tally:
 
 
 class WorkflowRunner:
-    """Has the episodes of a group of environments run by a workflow, all at the same time.
+    """Runs the episodes of a group of environments with a workflow, all concurrently.
 
-    An episode that raises or takes too long is counted and left out, like one that the workflow rejects. What an
-    episode draws follows from its numbers, not from the order in which episodes ask.
-
-    Args:
-        config: the run.
-        pool: of the environments; started, without auto-reset.
-        engine: the policy.
-        keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        workflow: None takes ``rollout.workflow``.
+    An episode that raises or times out is counted and left out, like one that the workflow rejects. Sampling in an
+    episode depends on its numbers, not on the order of requests. The pool is without auto-reset; ``workflow`` None uses
+    ``rollout.workflow``.
     """
 
     def __init__(
@@ -96,12 +90,12 @@ class WorkflowRunner:
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return the episodes of a shard.
 
-        Where all of them were rejected, it runs the shard again, up to ``MAX_ATTEMPTS`` times in all: with other random
-        numbers, and from other initial states unless ``env.train.use_fixed_reset_state_ids``. All are counted.
+        If all of them were rejected, the shard runs again, up to ``MAX_ATTEMPTS`` times in all: with other random
+        numbers, and from other initial states unless ``env.train.use_fixed_reset_state_ids``. All attempts are counted.
 
         Raises:
-            InterruptedError: ``should_stop`` answered True; it is asked now and then.
-            WorkflowError: every episode of a run failed, or none was left however often the shard was run.
+            InterruptedError: ``should_stop``, polled now and then, returned True.
+            WorkflowError: every episode of an attempt failed, or none was accepted in any attempt.
             EnvError: a simulator is beyond repair.
             RolloutEngineError: the engine is.
         """
@@ -121,11 +115,11 @@ class WorkflowRunner:
         return batch
 
     def rebuild(self) -> None:
-        """Rebuild the environments, so that nothing is left of their history."""
+        """Rebuild the environments to clear their history."""
         self.pool.call("rebuild", restart=True)
 
     def _redrawn(self, shard: Shard, attempts: int) -> Shard:
-        """Return the shard as it is run after so many attempts; groups stay groups."""
+        """Return the shard for a given attempt; groups stay groups."""
         if not attempts:
             return shard
         seeds = shard.seeds
@@ -139,7 +133,7 @@ class WorkflowRunner:
     def _attempt(
         self, shard: Shard, should_stop: Callable[[], bool], tally: _Tally
     ) -> tuple[list[Trajectory | None], dict[str, float]]:
-        """Return what was run, None where an episode failed or was rejected, and means for the metrics."""
+        """Return the trajectories, None where an episode failed or was rejected, and means for the metrics."""
         names = self.pool.spec.tasks
         episodes = [
             EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration, self.keep_frames)
@@ -149,9 +143,9 @@ class WorkflowRunner:
             environments = stack.enter_context(closing(AsyncPool(self.pool)))
             engine = BatchedEngine(self.engine, self.needs_values, self.num_envs, shard.random)
             stack.enter_context(closing(engine))
-            # Closed first: episodes under way are cancelled, then the threads that serve them end.
+            # Closed first: running episodes are cancelled, then the threads that serve them end.
             runner = stack.enter_context(AsyncTaskRunner(self.num_envs, self.num_envs, name="episodes"))
-            runner.pause()  # all begin together: the first calls go out as one
+            runner.pause()  # all begin together: the first calls go out as one request
             for row, env in enumerate(environments.environments()):
                 runner.submit(self._run_episode, engine.for_episode(row), env, episodes[row], task_id=str(row))
             runner.resume()
@@ -168,10 +162,10 @@ class WorkflowRunner:
                 trajectory = await self.workflow.run_episode(engine, env, task)
         except TimeoutError as error:
             if not clock.expired():
-                raise  # one of the workflow's own
+                raise  # raised by the workflow itself
             raise EpisodeTimeout(
                 f"an episode took more than {limit:g} s",
-                "find what it waits for, or raise rollout.episode_timeout_s (null: no limit)",
+                "find the call that it waits for, or raise rollout.episode_timeout_s (null: no limit)",
             ) from error
         if trajectory is not None and (not isinstance(trajectory, Trajectory) or not trajectory.chunks):
             raise WorkflowError(
@@ -181,14 +175,13 @@ class WorkflowRunner:
             )
         if trajectory is not None and len(trajectory.chunks) > task.max_chunks:
             raise WorkflowError(
-                f"an episode has {len(trajectory.chunks)} chunks, and there is room for {task.max_chunks}",
+                f"an episode has {len(trajectory.chunks)} chunks; the limit is {task.max_chunks}",
                 "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
                 code="workflow-trajectory",
             )
         return trajectory
 
     def _wait(self, runner: AsyncTaskRunner, should_stop: Callable[[], bool]) -> list[TaskResult]:
-        """Return the results in the order of the environments."""
         results: list[TaskResult] = []
         while len(results) < self.num_envs:
             if should_stop():
@@ -197,7 +190,7 @@ class WorkflowRunner:
         return sorted(results, key=lambda result: int(result.id))
 
     def _sort(self, results: list[TaskResult], tally: _Tally) -> list[Trajectory | None]:
-        """Return what was run, None where an episode failed or was rejected; count both."""
+        """Return the trajectories, None where an episode failed or was rejected; count both."""
         errors = [result.exception for result in results if result.exception is not None]
         for error in errors:
             if isinstance(error, _BEYOND_REPAIR):
@@ -239,16 +232,13 @@ class WorkflowRunner:
 
 
 class WorkflowCollector(SyncCollector):
-    """Gathers as ``SyncCollector`` does, but ``rollout.workflow`` runs the episodes, one in each environment.
+    """Gathers like ``SyncCollector``, but ``rollout.workflow`` runs the episodes, one per environment.
 
     Args:
-        config: the run.
-        pool: started, without auto-reset.
-        engine: the policy.
-        should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
-        judging: what the rewards ask for.
-        share: which of the run's environments are those of the pool.
-        workflow: None takes ``rollout.workflow``.
+        pool: started pool, without auto-reset.
+        should_stop: polled while waiting; if it returns True, ``gather`` raises InterruptedError.
+        share: the pool's share of the run's environments.
+        workflow: None uses ``rollout.workflow``.
     """
 
     def __init__(
@@ -266,14 +256,7 @@ class WorkflowCollector(SyncCollector):
         self._metas: list[ShardMeta] = []
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        """See Collector.
-
-        Raises:
-            InterruptedError: ``should_stop`` answered True.
-            WorkflowError: see WorkflowRunner.roll_out.
-            EnvError: a simulator is beyond repair.
-            RolloutEngineError: the engine is.
-        """
+        """See Collector; raises also the errors of ``WorkflowRunner.roll_out``."""
         self._metas = []
         return super().gather(iteration)
 

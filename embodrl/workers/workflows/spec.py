@@ -7,6 +7,6 @@ from embodrl.specs import WorkflowRunnerSpec
 RUNNER = WorkflowRunnerSpec(
     name="coroutines",
     target="embodrl.workers.workflows.runner:WorkflowRunner",
-    description="all episodes of a group at the same time, as coroutines",
+    description="all episodes of a group concurrently, as coroutines",
     collector="embodrl.workers.workflows.runner:WorkflowCollector",
 )

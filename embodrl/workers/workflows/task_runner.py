@@ -1,8 +1,7 @@
-"""AsyncTaskRunner: many coroutines at the same time on an event loop in a thread of its own.
+"""AsyncTaskRunner: many concurrent coroutines on an event loop in its own thread.
 
-All state is under one lock. The loop's thread takes it twice a cycle at most, for all tasks that are to start and for
-all that have ended, so the cost of a task is that of asyncio itself. The extra `fast`
-(uvloop) makes that less.
+One lock guards all state. The loop's thread takes it at most twice per cycle, once for all starting tasks and once for
+all finished ones, so a task costs about as much as in plain asyncio. The extra `fast` (uvloop) lowers that.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import itertools
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Self
 
 from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
 
 try:
     from uvloop import new_event_loop  # pyright: ignore[reportMissingImports]
-except ImportError:  # the extra `fast`: the loop of the standard library does the same, slower
+except ImportError:  # the extra `fast`: the standard library's loop does the same, only slower
     from asyncio import new_event_loop
 
 CLOSE_TIMEOUT_S = 60.0
@@ -35,17 +34,17 @@ class TaskResult(NamedTuple):
     """Outcome of a task.
 
     Attributes:
-        id: of the task.
+        id: task id.
         status: ``ok``, ``error`` (it raised) or ``cancelled``.
-        value: what it returned, if ``ok``.
-        exception: what it raised, if ``error``.
+        value: return value, if ``ok``.
+        exception: raised exception, if ``error``.
         queued_s: seconds from ``submit`` to its start, or to its end if it never started.
         ran_s: seconds from its start to its end.
     """
 
     id: str
     status: Literal["ok", "error", "cancelled"]
-    value: Any  # what the function of the user returned
+    value: Any  # return value of the user's function
     exception: BaseException | None
     queued_s: float
     ran_s: float
@@ -53,15 +52,15 @@ class TaskResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskRunnerHealth:
-    """State of a runner at a moment.
+    """Momentary state of a runner.
 
     Attributes:
-        queued: tasks that have not started.
+        queued: tasks not started.
         running: tasks on the loop.
-        undelivered: results not waited for yet.
+        undelivered: results not collected by ``wait`` yet.
         paused: no task starts.
         closed: ``close`` was called.
-        fatal_error: what ended the loop; None while all is well.
+        fatal_error: error that ended the loop, or None.
     """
 
     queued: int
@@ -84,37 +83,54 @@ class _Entry:
         self.task: asyncio.Task[object] | None = None
 
 
+@dataclass
+class _Tasks:
+    """Tasks of a runner by id: queued, running, and the results not collected yet.
+
+    Attributes:
+        ids: of all three.
+        ended: results that only the loop's thread knows yet.
+    """
+
+    queued: OrderedDict[str, _Entry] = field(default_factory=OrderedDict[str, _Entry])
+    running: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
+    results: deque[TaskResult] = field(default_factory=deque[TaskResult])
+    ids: set[str] = field(default_factory=set[str])
+    ended: list[TaskResult] = field(default_factory=list[TaskResult])
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+
 def _or_fail(
     callback: Callable[Concatenate[AsyncTaskRunner, P], None],
 ) -> Callable[Concatenate[AsyncTaskRunner, P], None]:
-    """End the runner if its own callback raises: a loop only logs that, and its users would wait forever."""
+    """End the runner if its own callback raises: a loop only logs that, and users would wait forever."""
 
     @functools.wraps(callback)
     def guarded(runner: AsyncTaskRunner, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
             callback(runner, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  (the next call of the user raises it)
+        except Exception as error:  # noqa: BLE001  (re-raised by the user's next call)
             runner._fail(error)
 
     return guarded
 
 
 class AsyncTaskRunner:
-    """Runs coroutines, at most so many at the same time, and hands their results over in the order they end.
+    """Runs a bounded number of concurrent coroutines, and delivers their results in completion order.
 
-    Every method may be called from any thread; a task may call them too, where they need not wait. A task that can't
-    start since ``max_results`` are undelivered waits in the queue, and ``submit`` waits while the queue is full. So
-    nothing grows without bound, and a caller that takes results resumes everything.
+    Every method is thread-safe; tasks may call methods that need not wait. While ``max_results`` results are
+    undelivered, tasks wait in the queue, and ``submit`` waits while the queue is full. So nothing grows without bound,
+    and a caller that collects results resumes everything.
 
     Args:
-        max_in_flight: tasks on the loop at the same time.
-        max_queue: tasks that wait for their start.
-        max_results: running tasks and undelivered results together; None for ``max_in_flight + max_queue``. The
-            result of a task that is cancelled in the queue counts as queued until it is delivered.
-        name: of the thread.
+        max_in_flight: concurrent tasks on the loop.
+        max_queue: tasks waiting for their start.
+        max_results: running tasks and undelivered results together; None for ``max_in_flight + max_queue``. The result
+            of a task cancelled in the queue counts as queued until it is delivered.
+        name: thread name.
 
     Raises:
-        TaskRunnerError: a bound is below 1, or there is no room for ``max_in_flight`` results.
+        TaskRunnerError: a bound is below 1, or ``max_results`` is below ``max_in_flight``.
     """
 
     def __init__(self, max_in_flight: int, max_queue: int, max_results: int | None = None, name: str = "tasks") -> None:
@@ -124,17 +140,12 @@ class AsyncTaskRunner:
         if min(max_in_flight, max_queue) < 1 or self.max_results < max_in_flight:
             raise TaskRunnerError(
                 f"bounds of {max_in_flight} in flight, {max_queue} queued and {self.max_results} results",
-                "give at least 1, 1, and as many results as tasks in flight",
+                "use bounds of at least 1, and max_results of at least max_in_flight",
             )
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._arrived = threading.Condition(self._lock)
-        self._numbers = itertools.count()
-        self._queue: OrderedDict[str, _Entry] = OrderedDict()
-        self._running: dict[str, _Entry] = {}
-        self._results: deque[TaskResult] = deque()
-        self._ids: set[str] = set()  # of all three
-        self._ended: list[TaskResult] = []  # seen by the loop's thread only
+        self._tasks = _Tasks()
         self._paused = self._closed = self._awake = self._over = False
         self._fatal: BaseException | None = None
         self._loop = new_event_loop()
@@ -142,7 +153,7 @@ class AsyncTaskRunner:
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
-    # -- for users ----------------------------------------------------------------------------------------------------
+    # -- for callers ---------------------------------------------------------------------------------------------------
 
     def submit(
         self, function: CoroutineFunction, *args: object, task_id: str | None = None, timeout: float | None = None
@@ -150,14 +161,14 @@ class AsyncTaskRunner:
         """Queue ``function(*args)``, a coroutine; return its id.
 
         Args:
-            function: coroutine function. What it raises, or that it is none, is found in its result.
-            args: of the function.
-            task_id: must differ from those of all tasks whose results are undelivered; None takes the next number.
-            timeout: seconds to wait while the queue is full; None waits until there is room.
+            function: coroutine function. Errors it raises, or not being one, show in its result.
+            args: arguments of the function.
+            task_id: must be unique among tasks with undelivered results; None takes the next number.
+            timeout: seconds to wait while the queue is full; None waits without limit.
 
         Raises:
-            TaskIdTaken: there is such a task already.
-            TaskQueueFull: there was no room in time; nothing was queued. A task that submits does not wait.
+            TaskIdTaken: the id is in use.
+            TaskQueueFull: no room in time; nothing was queued. A task that submits does not wait.
             TaskRunnerError: closed, or the loop has failed.
         """
         with self._lock:
@@ -165,26 +176,26 @@ class AsyncTaskRunner:
             if not self._has_room():
                 self._await_room(timeout)
             if task_id is None:
-                task_id = str(next(self._numbers))
-                while task_id in self._ids:
-                    task_id = str(next(self._numbers))
-            elif task_id in self._ids:
+                task_id = str(next(self._tasks.numbers))
+                while task_id in self._tasks.ids:
+                    task_id = str(next(self._tasks.numbers))
+            elif task_id in self._tasks.ids:
                 raise TaskIdTaken(f"there is a task '{task_id}' already", "wait for its result, or choose another id")
-            self._ids.add(task_id)
-            self._queue[task_id] = _Entry(task_id, function, args)
+            self._tasks.ids.add(task_id)
+            self._tasks.queued[task_id] = _Entry(task_id, function, args)
             if not self._awake:
                 self._wake()
         return task_id
 
     def wait(self, count: int = 1, timeout: float | None = None) -> list[TaskResult]:
-        """Return the next ``count`` results, in the order the tasks ended.
+        """Return the next ``count`` results, in completion order.
 
-        After ``timeout`` seconds it returns those that have arrived, perhaps none; the others come with the next
-        ``wait``. It takes results as they arrive, so ``count`` may exceed ``max_results``. After ``close`` it returns
-        what is left, without waiting.
+        After ``timeout`` seconds it returns the results so far, perhaps none; the others come with the next ``wait``.
+        Results are collected as they arrive, so ``count`` may exceed ``max_results``. After ``close`` it returns the
+        remaining results without waiting.
 
         Raises:
-            TaskRunnerError: closed with nothing left, the loop has failed, or a task would wait for itself.
+            TaskRunnerError: closed without remaining results, the loop has failed, or a task would wait for itself.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         taken: list[TaskResult] = []
@@ -203,13 +214,13 @@ class AsyncTaskRunner:
                     if threading.current_thread() is self._thread:
                         raise TaskRunnerError("a task waits for results of its own runner", "wait in another thread")
                     self._arrived.wait(remaining)
-            except BaseException:  # a signal's, for one
-                self._results.extendleft(reversed(taken))
-                self._ids.update(result.id for result in taken)
+            except BaseException:  # e.g. raised by a signal handler
+                self._tasks.results.extendleft(reversed(taken))
+                self._tasks.ids.update(result.id for result in taken)
                 raise
 
     def pause(self) -> None:
-        """Start no more tasks; those that run continue, and their results are delivered."""
+        """Start no more tasks; running tasks continue, and their results are delivered."""
         with self._lock:
             self._check()
             self._paused = True
@@ -222,55 +233,55 @@ class AsyncTaskRunner:
             self._wake()
 
     def cancel(self, task_id: str) -> bool:
-        """Cancel a task that is queued or runs; False if there is none (any more).
+        """Cancel a queued or running task; return False if there is none (any more).
 
-        Its result comes like any other: ``cancelled``, unless the task ends in its own way before or despite it.
+        Its result is delivered as usual: ``cancelled``, unless the task finishes before or despite the cancellation.
         """
         with self._lock:
             self._check()
-            entry = self._queue.pop(task_id, None)
+            entry = self._tasks.queued.pop(task_id, None)
             if entry is not None:
-                self._results.append(_result(entry, "cancelled", None, None))
+                self._tasks.results.append(_result(entry, "cancelled", None, None))
                 self._arrived.notify_all()
                 self._room.notify_all()
                 return True
-            entry = self._running.get(task_id)
+            entry = self._tasks.running.get(task_id)
             if entry is not None:
-                # In the order of the loop: after the task was made, though perhaps before its first step.
+                # In loop order: after the task was created, though perhaps before its first step.
                 self._loop.call_soon_threadsafe(self._cancel_running, entry)
             return entry is not None
 
     def health(self) -> TaskRunnerHealth:
-        """Return the present state; never raises."""
+        """Return the current state; never raises."""
         with self._lock:
-            sizes = len(self._queue), len(self._running), len(self._results)
+            sizes = len(self._tasks.queued), len(self._tasks.running), len(self._tasks.results)
             return TaskRunnerHealth(*sizes, self._paused, self._closed, self._fatal)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Cancel all tasks, wait until they have ended, and end the thread. Does nothing the second time.
+        """Cancel all tasks, wait for their end, and join the thread. Idempotent.
 
         Raises:
-            TaskRunnerError: a task does not end; the daemon thread is left to it. Or a task calls it.
+            TaskRunnerError: a task does not end, and its daemon thread is abandoned; or a task calls this method.
         """
         if threading.current_thread() is self._thread:
             raise TaskRunnerError("a task can't close its own runner", "call close() in another thread")
         with self._lock:
             if not self._closed:
                 self._closed = True
-                for entry in self._queue.values():
-                    self._results.append(_result(entry, "cancelled", None, None))
-                self._queue.clear()
+                for entry in self._tasks.queued.values():
+                    self._tasks.results.append(_result(entry, "cancelled", None, None))
+                self._tasks.queued.clear()
                 self._room.notify_all()
                 if self._fatal is None:
                     self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout)
         if self._thread.is_alive():
             with self._lock:
-                names = list(self._running)
+                names = list(self._tasks.running)
             raise TaskRunnerError(
                 f"{len(names)} tasks have not ended {timeout:g} s after they were cancelled: "
                 f"{', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}",
-                "let them pass on CancelledError, and keep blocking calls out of them",
+                "re-raise CancelledError in tasks, and avoid blocking calls",
             )
 
     def __enter__(self) -> Self:
@@ -279,7 +290,7 @@ class AsyncTaskRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- under the lock -----------------------------------------------------------------------------------------------
+    # -- under the lock ------------------------------------------------------------------------------------------------
 
     def _check_loop(self) -> None:
         if self._fatal is not None:
@@ -294,8 +305,8 @@ class AsyncTaskRunner:
             raise TaskRunnerError("the task runner is closed", "make a new one")
 
     def _has_room(self) -> bool:
-        held = len(self._queue) + len(self._running) + len(self._results)
-        return len(self._queue) < self.max_queue and held < self.max_queue + self.max_results
+        held = len(self._tasks.queued) + len(self._tasks.running) + len(self._tasks.results)
+        return len(self._tasks.queued) < self.max_queue and held < self.max_queue + self.max_results
 
     def _await_room(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -303,8 +314,9 @@ class AsyncTaskRunner:
             remaining = None if deadline is None else deadline - time.monotonic()
             own = threading.current_thread() is self._thread
             if own or (remaining is not None and remaining <= 0):
+                tasks = self._tasks
                 raise TaskQueueFull(
-                    f"{len(self._queue)} tasks are queued, {len(self._running)} run and {len(self._results)} results "
+                    f"{len(tasks.queued)} tasks are queued, {len(tasks.running)} run and {len(tasks.results)} results "
                     f"are undelivered ({'a task cannot wait for room' if own else f'for {timeout:g} s'})",
                     "wait() for results, resume() if paused, or raise max_queue",
                 )
@@ -313,34 +325,34 @@ class AsyncTaskRunner:
 
     def _take(self, count: int, taken: list[TaskResult]) -> None:
         before = len(taken)
-        while self._results and len(taken) < count:
-            result = self._results.popleft()
-            self._ids.discard(result.id)
+        while self._tasks.results and len(taken) < count:
+            result = self._tasks.results.popleft()
+            self._tasks.ids.discard(result.id)
             taken.append(result)
         if len(taken) > before:
             self._room.notify_all()
-            if self._queue:
+            if self._tasks.queued:
                 self._wake()
 
     def _wake(self) -> None:
-        """Have the loop look at the queue, once for all calls until it does."""
+        """Make the loop process the queue, once for all calls until it does."""
         if not self._awake and not self._paused and not self._closed:
             self._awake = True
             self._loop.call_soon_threadsafe(self._start_tasks)
 
-    # -- in the loop's thread -----------------------------------------------------------------------------------------
+    # -- in the loop's thread ------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 try:
                     runner.run(self._main())
-                except BaseException as error:  # noqa: BLE001  (whatever it is, the next call of the user raises it)
-                    self._fail(error)  # before the loop closes: a closed one accepts no calls
+                except BaseException as error:  # noqa: BLE001  (any error is re-raised by the user's next call)
+                    self._fail(error)  # before the loop closes: a closed loop accepts no calls
         finally:
             with self._lock:
                 self._over = True
-                self._running.clear()
+                self._tasks.running.clear()
                 self._arrived.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -352,7 +364,7 @@ class AsyncTaskRunner:
 
     async def _main(self) -> None:
         await self._stop.wait()
-        tasks = [entry.task for entry in self._running.values() if entry.task is not None]
+        tasks = [entry.task for entry in self._tasks.running.values() if entry.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -365,9 +377,9 @@ class AsyncTaskRunner:
             self._awake = False
             if self._paused or self._closed:
                 return
-            room = min(self.max_in_flight, self.max_results - len(self._results)) - len(self._running)
-            entries = [self._queue.popitem(last=False)[1] for _ in range(min(room, len(self._queue)))]
-            self._running.update((entry.id, entry) for entry in entries)
+            room = min(self.max_in_flight, self.max_results - len(self._tasks.results)) - len(self._tasks.running)
+            entries = [self._tasks.queued.popitem(last=False)[1] for _ in range(min(room, len(self._tasks.queued)))]
+            self._tasks.running.update((entry.id, entry) for entry in entries)
             if entries:
                 self._room.notify_all()
         for entry in entries:
@@ -382,21 +394,21 @@ class AsyncTaskRunner:
             raise  # ends the loop
         except asyncio.CancelledError:
             result = _result(entry, "cancelled", None, None)
-        except BaseException as error:  # noqa: BLE001  (a user's function may raise anything; it is its result)
-            own = error.__traceback__  # this frame, which would keep the arguments alive
+        except BaseException as error:  # noqa: BLE001  (the user's function may raise anything: its result)
+            own = error.__traceback__  # this frame would keep the arguments alive
             result = _result(entry, "error", None, error.with_traceback(own and own.tb_next))
         self._end(result)
 
     def _never_began(self, entry: _Entry, _: asyncio.Task[object]) -> None:
-        """Make the result of a task that was cancelled before its first step: nothing of its coroutine has run."""
+        """Return the result of a task cancelled before its first step: its coroutine never ran."""
         if not entry.started:
             self._end(_result(entry, "cancelled", None, None))
 
     def _end(self, result: TaskResult) -> None:
-        """Deliver at the end of this cycle of the loop, together with all else that ends in it."""
-        if not self._ended:
+        """Deliver at the end of this loop cycle, together with everything else that ends in it."""
+        if not self._tasks.ended:
             self._loop.call_soon(self._deliver)
-        self._ended.append(result)
+        self._tasks.ended.append(result)
 
     def _cancel_running(self, entry: _Entry) -> None:
         if entry.task is not None:
@@ -404,16 +416,16 @@ class AsyncTaskRunner:
 
     @_or_fail
     def _deliver(self) -> None:
-        ended = self._ended
-        self._ended = []
+        ended = self._tasks.ended
+        self._tasks.ended = []
         if not ended:
             return
         with self._lock:
             for result in ended:
-                self._running.pop(result.id, None)
-            self._results.extend(ended)
+                self._tasks.running.pop(result.id, None)
+            self._tasks.results.extend(ended)
             self._arrived.notify_all()
-            if self._queue:
+            if self._tasks.queued:
                 self._wake()
 
 

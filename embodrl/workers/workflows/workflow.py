@@ -1,4 +1,4 @@
-"""Workflows: what happens in an episode, as a coroutine of the user's; and what it leaves behind.
+"""Workflows: the course of an episode, as a user's coroutine, and the trajectory it returns.
 
 Shapes: T policy steps (chunks), B episodes, C actions in a chunk, A action dimensions, K values per chunk, H x W image.
 """
@@ -22,15 +22,15 @@ from embodrl.types import Observation, PolicyOutput
 
 @dataclass(frozen=True)
 class EpisodeTask:
-    """Which episode to run.
+    """The episode to run.
 
     Attributes:
-        name: of the task, one of ``env.tasks``.
+        name: task name, one of ``env.tasks``.
         task_id: its index there.
-        seed: of the initial state; the episodes of a group have the same one.
-        max_chunks: most chunks that a trajectory may have.
-        iteration: of the run.
-        keep_frames: what the first camera sees is wanted, by those who judge episodes by it.
+        seed: seed of the initial state; equal for the episodes of a group.
+        max_chunks: maximum length of a trajectory in chunks.
+        iteration: iteration of the run.
+        keep_frames: record the first camera's images for judging.
     """
 
     name: str
@@ -43,17 +43,17 @@ class EpisodeTask:
 
 @dataclass
 class Chunk:
-    """One action of the policy, a chunk, and what it led to; the columns of TrajectoryBatch for one T and one B.
+    """One chunk of actions and its results; the columns of TrajectoryBatch for one T and one B.
 
     Attributes:
         forward_inputs: tensors ``[1,...]``.
-        logprobs: ``float32[C,A]``, or ``float32[M,1]`` of tokens that stand for the whole chunk.
+        logprobs: ``float32[C,A]``, or ``float32[M,1]`` for tokens that stand for the whole chunk.
         values: ``float32[K]``, zeros without a value head.
         rewards: ``float32[C]``.
         valid, terminated, truncated: ``bool[C]``.
-        success: the task has been solved at some time in the episode.
-        policy_version: updates that the policy had seen.
-        frame: ``uint8[H,W,3]``, what the first camera sees afterwards; None where it is not wanted.
+        success: the task has been solved at some step of the episode.
+        policy_version: number of updates behind the policy.
+        frame: ``uint8[H,W,3]``, first-camera image afterwards; None where it is not wanted.
     """
 
     forward_inputs: dict[str, Tensor]
@@ -73,11 +73,11 @@ class Trajectory:
     """One episode.
 
     Attributes:
-        task: what was run.
-        chunks: so far.
-        end_value: ``float32[K]``, value of the last observation if the episode was cut off there, by the step limit or
-            by the workflow; None for zero.
-        end_version: updates that the policy which gave ``end_value`` had seen; -1 if that is not known.
+        task: the episode's task.
+        chunks: chunks so far.
+        end_value: ``float32[K]``, value of the last observation if the step limit or the workflow cut the episode off
+            there; None for zero.
+        end_version: policy version of ``end_value``; -1 if unknown.
     """
 
     task: EpisodeTask
@@ -86,13 +86,13 @@ class Trajectory:
     end_version: int = -1
 
     def add(self, output: PolicyOutput, result: ToolResult) -> None:
-        """Append what the policy answered (a batch of one) and what ``act`` made of its first actions."""
+        """Append the policy's output (a batch of one) and the result of ``act`` for its first actions."""
         executed = len(result.valid)
         chunk = output.actions.shape[1]
         if not 0 < executed <= chunk:
             raise EmbodrlError(
-                f"a result of {executed} actions for a chunk of {chunk}",
-                "add the result of `act`, as it is, to its output",
+                f"a result of {executed} actions; the chunk has {chunk}",
+                "add the unmodified result of `act` to its output",
                 code="workflow-trajectory",
             )
 
@@ -116,14 +116,14 @@ class Trajectory:
         )
 
     def add_reward(self, reward: float) -> None:
-        """Add a reward to the last executed action; nothing if none was."""
+        """Add a reward to the last executed action; does nothing without one."""
         for chunk in reversed(self.chunks):
             if chunk.valid.any():
                 chunk.rewards[int(chunk.valid.nonzero()[-1])] += reward
                 return
 
     async def finish(self, engine: EpisodeEngine, observation: Observation) -> None:
-        """Ask for ``end_value`` if it matters: call it once, with the last observation."""
+        """Compute ``end_value`` if it matters: call once, with the last observation."""
         last = self.chunks[-1] if self.chunks else None
         if engine.has_values and last is not None and not last.terminated.any() and not self.lost:
             before = engine.version
@@ -132,12 +132,12 @@ class Trajectory:
 
     @property
     def done(self) -> bool:
-        """The environment ended the episode."""
+        """Whether the environment ended the episode."""
         return bool(self.chunks) and bool((self.chunks[-1].terminated | self.chunks[-1].truncated).any())
 
     @property
     def lost(self) -> bool:
-        """A fault of the simulator ended the episode."""
+        """Whether a simulator fault ended the episode."""
         return self.done and not bool(self.chunks[-1].valid.any())
 
     @property
@@ -154,29 +154,29 @@ class Trajectory:
 
 
 class RolloutWorkflow(ABC):
-    """How an episode is run: subclass it and name it in ``rollout.workflow=module:Class``; no constructor arguments.
+    """Defines how an episode runs: subclass it and set ``rollout.workflow=module:Class``; no constructor arguments.
 
-    One instance runs all episodes, many at the same time: keep what belongs to one in ``run_episode``.
+    One instance runs all episodes concurrently: keep per-episode state inside ``run_episode``.
     """
 
     @abstractmethod
     async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
         """Run one episode.
 
-        Blocking calls hold up all the others: put them into ``asyncio.to_thread``.
+        Blocking calls hold up all the others: wrap them in ``asyncio.to_thread``.
 
         Args:
-            engine: answers observations with actions.
-            env: an environment of this episode's own.
-            task: what to run.
+            engine: maps observations to actions.
+            env: the episode's own environment.
+            task: the episode to run.
 
         Returns:
-            what was run, or None to reject the episode: it is counted and not trained on.
+            the trajectory, or None to reject the episode: it is counted and not trained on.
         """
 
 
 class ChunkWorkflow(RolloutWorkflow):
-    """Observe, act, execute, until the episode ends: what happens without ``rollout.workflow``, asynchronously."""
+    """Observe, act, execute until the episode ends: the default course without ``rollout.workflow``, asynchronously."""
 
     async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory:
         trajectory = Trajectory(task)
@@ -199,20 +199,20 @@ def stack_trajectories(
     bootstrap: bool = True,
     keep_frames: bool = False,
 ) -> TrajectoryBatch:
-    """Return the batch ``[T,B]`` of trajectories, filled up with chunks that are not valid.
+    """Return the batch ``[T,B]`` of trajectories, padded with invalid chunks.
 
-    An episode that ends before ``num_steps`` without the environment's doing was cut off by its workflow; it counts as
-    truncated there. None gives the column of a lost episode, which nothing is trained on.
+    An episode shorter than ``num_steps`` that the environment did not end was cut off by its workflow; it counts as
+    truncated there. None becomes the column of a lost episode, which is not trained on.
 
     Args:
-        trajectories: B of them, at least one of them with a chunk.
+        trajectories: B of them, at least one with a chunk.
         num_steps: T.
         group_id: ``int64[B]``, equal where episodes began in the same initial state.
         bootstrap: use the values of last observations where episodes were truncated.
-        keep_frames: with the column ``frames``.
+        keep_frames: include the column ``frames``.
 
     Raises:
-        EmbodrlError: a trajectory is longer than T, or has no frames where they are to be kept, or there is none.
+        EmbodrlError: a trajectory is longer than T or lacks required frames, or there is none.
     """
     template = next((t for t in trajectories if t is not None and t.chunks), None)
     if template is None:
@@ -237,7 +237,7 @@ def _column(
     chunks = executed.chunks
     if len(chunks) > num_steps:
         raise EmbodrlError(
-            f"a workflow returned a trajectory of {len(chunks)} chunks, and there is room for {num_steps}",
+            f"a workflow returned a trajectory of {len(chunks)} chunks; the limit is {num_steps}",
             "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
             code="workflow-trajectory",
         )
@@ -272,7 +272,7 @@ def _column(
         "values": values,
         "bootstrap_values": bootstrap_values,
         "value_version": value_version,
-        # Copies, not zeros: a network need not cope with an observation that there never was.
+        # Copies, not zeros: a network need not handle an observation that never occurred.
         "forward_inputs": {
             name: _filled([chunk.forward_inputs[name][0] for chunk in chunks], num_steps)
             for name in chunks[0].forward_inputs
@@ -284,8 +284,8 @@ def _frames(trajectory: Trajectory) -> list[Tensor]:
     frames = [chunk.frame for chunk in trajectory.chunks if chunk.frame is not None]
     if len(frames) < len(trajectory.chunks):
         raise EmbodrlError(
-            "a workflow returned a trajectory without frames, by which episodes are judged here",
-            "make it as Trajectory(task), with the task that run_episode got",
+            "a workflow returned a trajectory without frames, which this run's rewards need",
+            "create it as Trajectory(task), with the task passed to run_episode",
             code="workflow-trajectory",
         )
     return frames

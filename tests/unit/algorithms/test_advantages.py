@@ -198,26 +198,6 @@ def test_what_stands_in_invalid_places_does_not_matter(seed: int, reward_type: s
     assert torch.equal(output.returns, expected.returns)
 
 
-def test_lambda_1_is_the_monte_carlo_return() -> None:
-    rollout = plain(5, 2, 1, 1)
-    rollout.rewards.copy_(torch.randn(5, 2, 1, generator=torch.Generator().manual_seed(0)))
-    rollout.values.copy_(torch.randn(6, 2, 1, generator=torch.Generator().manual_seed(1)))
-    rollout.terminated[4] = True
-    discounted = sum(0.9**t * rollout.rewards[t, :, 0] for t in range(5))
-    returns = run(rollout, 0.9, 1.0, "chunk_level").returns
-    torch.testing.assert_close(returns[0, :, 0], discounted)
-
-
-def test_a_rollout_without_a_valid_step_gives_zeros() -> None:
-    rollout = random_rollout(0, 4, 2, 3, 1)
-    rollout.valid[:] = False
-    rollout.rewards[:] = torch.nan
-    output = run(rollout, 0.97, 0.95, "chunk_level")
-    assert not output.valid.any()
-    assert output.advantages.abs().sum() == 0 and output.returns.abs().sum() == 0
-    assert normalize(output.advantages, output.valid).abs().sum() == 0
-
-
 @pytest.mark.parametrize(("reward_type", "num_values"), [("chunk_level", 3), ("action_level", 1)])
 def test_values_that_do_not_fit_are_refused_with_a_remedy(reward_type: str, num_values: int) -> None:
     with raises_code("values-shape", EmbodrlError, "value_head"):

@@ -19,6 +19,7 @@ from embodrl.config import load_config
 LEVELS = ["token_level", "action_level", "chunk_level"]
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
 VARIANTS: list[dict[str, Any]] = [
+    {},
     {"clip_ratio_dual": 3.0},
     {"length_normalized_ratio": True},
     {"surrogate": "log_ratio", "drift_coef": 0.3},

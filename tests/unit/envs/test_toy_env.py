@@ -32,27 +32,6 @@ def test_reward_is_the_way_gained_plus_the_bonus():
     np.testing.assert_array_equal(step.episode_length, [3])
 
 
-def test_truncation_hands_out_the_last_observation_and_starts_again():
-    env = ToyVectorEnv(num_envs=2, max_episode_steps=3, include_state=True)
-    env.reset(np.array([1, 2]), np.zeros(2, np.int32), np.arange(2))
-    start = env.position.copy()
-    step = env.chunk_step(np.zeros((2, 5, 7), np.float32), np.ones(2, bool))
-    np.testing.assert_array_equal(step.truncated, [[False, False, True, False, False]] * 2)
-    np.testing.assert_array_equal(step.valid.sum(axis=1), [3, 3])
-    np.testing.assert_array_equal(step.final_observation.state, start)
-    assert not np.array_equal(step.observation.state, start)
-    np.testing.assert_array_equal(step.episode_seed, [1, 2])
-
-
-def test_inactive_rows_stand_still():
-    env = ToyVectorEnv(num_envs=2, include_state=True)
-    before = env.reset(np.array([1, 2]), np.zeros(2, np.int32), np.arange(2))
-    step = env.chunk_step(np.ones((2, 2, 7), np.float32), np.array([False, True]))
-    np.testing.assert_array_equal(step.observation.state[0], before.state[0])
-    assert not np.array_equal(step.observation.state[1], before.state[1])
-    assert not step.valid[0].any() and not step.reward[0].any()
-
-
 def test_the_task_decides_which_goal_counts():
     env = ToyVectorEnv(num_envs=2)
     observation = env.reset(np.array([5, 5]), np.array([0, 1], np.int32), np.arange(2))

@@ -14,9 +14,8 @@ from tokenizers import Tokenizer, models
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.action_bins import ActionBins
-from embodrl.models.common.attention import attention
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.images import center_crop_area, jpeg_round_trip, resize_bicubic, resize_lanczos
+from embodrl.models.common.images import jpeg_round_trip, resize_bicubic, resize_lanczos
 from embodrl.models.common.norm_stats import choose_stats, identity_stats, stats_sets
 from embodrl.models.common.sampling import action_entropy, draw, exponential_noise, log_distribution, smoothed_targets
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
@@ -77,10 +76,6 @@ class TestStats:
         with raises_code("statistics-size", CheckpointError, "2", "7"):
             choose_stats(stats_sets(fields_of(self.table, "x")), "bridge", 7, "x")
 
-    def test_a_dimension_without_range_is_zero(self):
-        stats = choose_stats({"k": fields_of({"action": {"q01": [3.0], "q99": [3.0]}}, "x")}, None, 1, "x")
-        assert stats.normalize(np.array([3.0])).tolist() == [0.0]
-
 
 class TestImages:
     def test_lanczos_equals_pillow(self):
@@ -105,14 +100,6 @@ class TestImages:
         images = np.random.default_rng(1).integers(0, 256, (2, height, width, 3), dtype=np.uint8)
         want = [np.asarray(Image.fromarray(i).resize((target, target), Image.Resampling.BICUBIC)) for i in images]
         assert np.array_equal(resize_bicubic(torch.from_numpy(images), target, target).numpy(), np.stack(want))
-
-    def test_center_crop_of_a_ramp(self):
-        """On a linear ramp the crop is the ramp shrunk by sqrt(.9) about the middle."""
-        ramp = torch.arange(0, 202, 2, dtype=torch.uint8).view(1, 1, 101, 1).expand(1, 101, 101, 3).contiguous()
-        place = torch.arange(101.0)
-        want = (2 * (50 + (place - 50) * math.sqrt(0.9))).round()
-        got = center_crop_area(ramp)[0, 17, :, 1].float()
-        assert (got - want).abs().max() <= 1
 
 
 class TestTokenizer:
@@ -199,17 +186,3 @@ class TestSampling:
         torch.testing.assert_close(table.sum(dim=1), torch.ones(256))
         assert (table[100, 104] / table[100, 100]).item() == pytest.approx(math.exp(-0.5), rel=1e-5)
         assert table[0, 0] > table[100, 100]
-
-
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
-def test_attention_equals_torch(kind, groups):
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(2, 4, 9, 8, generator=generator)
-    k, v = torch.randn(2, 2, groups, 9, 8, generator=generator)
-    mask = (torch.rand(2, 1, 9, 9, generator=generator) > 0.5) | torch.eye(9, dtype=torch.bool)
-    given = mask if kind == "masked" else None
-    want = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=given, is_causal=kind == "causal", enable_gqa=True
-    )
-    torch.testing.assert_close(attention(q, k, v, given, causal=kind == "causal"), want, rtol=0, atol=1e-6)

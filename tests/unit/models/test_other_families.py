@@ -39,11 +39,6 @@ def test_the_export_of_another_family(exports: dict[str, Path], saved: str, want
     assert error.value.hint.startswith(f"set model.model_type={saved}")
 
 
-def test_an_openvla_is_a_start_for_oft(exports: dict[str, Path]):
-    config = tiny_config("openvla_oft", model_path=str(exports["openvla"]))
-    assert build_policy(config, device="cpu", dtype=torch.float32, seed=0)[1].ok
-
-
 @pytest.mark.parametrize(
     ("raw", "families"),
     [

@@ -65,7 +65,7 @@ def test_experience_is_gathered_by_one_node() -> None:
         .add_node("sync", f"{NODES}:sync", ("train",), "sync")
     )
     (problem,) = problems_of(pipeline)
-    assert problem.node == "more" and "so has 'rollout'" in problem.message
+    assert problem.node == "more" and "so does 'rollout'" in problem.message
     assert "algorithm.rollout_epoch" in problem.hint
 
 
@@ -84,7 +84,7 @@ def test_all_problems_come_in_one_report() -> None:
          " can't be called with (context)"),
         ("odd", found[2][1]),
         ("odd", "module 'embodrl.pipelines.nodes' has no attribute 'rewrd'"),
-        ("odd", "depends on 'rolout', which is not there"),
+        ("odd", "depends on 'rolout', which does not exist"),
         ("a", "is in a cycle: a -> b -> a"),
         ("alone", "its output is not used"),
         ("odd", "its output is not used"),
@@ -123,7 +123,7 @@ def test_cycles_are_reported_with_their_paths(links: dict[str, tuple[str, ...]],
 
 def test_a_missing_dependency_has_the_nearest_name() -> None:
     pipeline = sound().add_node("log", anything, ("rolloutt",), "sink")
-    assert only_problem(pipeline, "log") == "depends on 'rolloutt', which is not there | did you mean 'rollout'?"
+    assert only_problem(pipeline, "log") == "depends on 'rolloutt', which does not exist | did you mean 'rollout'?"
 
 
 def test_an_output_that_is_not_used() -> None:
@@ -224,7 +224,7 @@ def test_names_that_would_make_no_metric(name: str) -> None:
 
 def test_one_node_trains_and_not_twice() -> None:
     twice = sound().add_node("again", anything, ("rollout",), "train")
-    assert only_problem(twice, "again").startswith("has the role 'train', and so has 'train'")
+    assert only_problem(twice, "again").startswith("has the role 'train', but so does 'train'")
     retried = Pipeline("test").add_node("rollout", anything, role="rollout")
     retried.add_node("train", anything, ("rollout",), "train", retries=1).add_node("sync", anything, ("train",), "sync")
     assert "repeat the optimizer steps" in only_problem(retried, "train")
@@ -245,7 +245,9 @@ def test_training_depends_on_every_rollout() -> None:
 
 def test_weights_are_handed_over_after_training() -> None:
     early = sound().add_node("early", anything, ("rollout",), "sync")
-    assert only_problem(early, "early").startswith("does not depend on 'train', so the weights might be those before")
+    assert only_problem(early, "early").startswith(
+        "does not depend on 'train', so it might send the weights from before"
+    )
     late = sound().add_node("between", anything, ("train",)).add_node("later", anything, ("between",), "sync")
     assert late.problems() == []
 

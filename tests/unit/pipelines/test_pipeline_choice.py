@@ -229,10 +229,14 @@ FILTER = ("algorithm=dapo",)
 @pytest.mark.parametrize(
     ("build", "overrides", "says"),
     [
-        ("build_plain", ("algorithm.kl.coef=0.1",), ["algorithm.kl.coef above 0 needs a node of the role 'reference'"]),
-        ("build_plain", FILTER, ["algorithm.filter.enabled needs a node of the role 'dynamic_sampling'"]),
-        ("build_plain", SRPO, ["algorithm.srpo.enabled needs a node of the role 'reward'"]),
-        ("build_plain", ("reward.fn='math:fsum'",), ["reward.fn needs a node of the role 'reward'"]),
+        (
+            "build_plain",
+            ("algorithm.kl.coef=0.1",),
+            ["algorithm.kl.coef above 0 needs a node with the role 'reference'"],
+        ),
+        ("build_plain", FILTER, ["algorithm.filter.enabled needs a node with the role 'dynamic_sampling'"]),
+        ("build_plain", SRPO, ["algorithm.srpo.enabled needs a node with the role 'reward'"]),
+        ("build_plain", ("reward.fn='math:fsum'",), ["reward.fn needs a node with the role 'reward'"]),
         (
             "build_full",
             (),
@@ -246,27 +250,27 @@ FILTER = ("algorithm=dapo",)
             (*FILTER, "algorithm.kl.coef=0.1"),
             [
                 "node 'log': module 'embodrl.pipelines.nodes' has no attribute 'rewart'",
-                "node 'log': depends on 'rolout', which is not there",
-                "algorithm.kl.coef above 0 needs a node of the role 'reference'",
-                "algorithm.filter.enabled needs a node of the role 'dynamic_sampling'",
+                "node 'log': depends on 'rolout', which does not exist",
+                "algorithm.kl.coef above 0 needs a node with the role 'reference'",
+                "algorithm.filter.enabled needs a node with the role 'dynamic_sampling'",
             ],
         ),
         (
             "build_late",
             ("algorithm.decoupled.enabled=true", "algorithm.kl.coef=0.1"),
-            ["node 'advantage': needs what 'fresh' adds to the batch, and does not come after it"],
+            ["node 'advantage': needs what 'fresh' adds to the batch, but does not come after it"],
         ),
         (
             "build_without_reference",
             ("algorithm.kl.coef=0.1",),
-            ["node 'train': needs what 'old' adds to the batch, and does not come after it"],
+            ["node 'train': needs what 'old' adds to the batch, but does not come after it"],
         ),
         (
             "build_without_reference",
             ("algorithm.kl={coef: 0.1,placement: reward}",),
             [
-                "node 'advantage': needs what 'old' adds to the batch, and does not come after it",
-                "node 'train': needs what 'old' adds to the batch, and does not come after it",
+                "node 'advantage': needs what 'old' adds to the batch, but does not come after it",
+                "node 'train': needs what 'old' adds to the batch, but does not come after it",
             ],
         ),
         ("build_twice", (), ["node 'train': pipeline 'mine' has a node 'train' already"]),
@@ -279,7 +283,7 @@ def test_a_pipeline_that_does_not_fit_is_refused_before_anything_starts(
         config_of(*overrides, FN.format(__name__, build))
     found = caught.value.problems
     assert {problem.key for problem in found} == {"pipeline.fn"} and all(problem.hint for problem in found)
-    assert [problem.message.partition(", and there is none")[0] for problem in found] == says
+    assert [problem.message.partition(", but there is none")[0] for problem in found] == says
 
 
 def test_the_runner_s_own_check_tells_the_same() -> None:

@@ -90,35 +90,6 @@ def test_links_out_of_the_pages_lead_to_pages_of_the_site(page: str, link: str, 
     assert hooks.LINK.sub(lambda match: hooks._rewrite(match, page), f"[a]({link})") == f"[a]({shown})"
 
 
-def test_the_api_page_lists_the_public_names(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    hooks = load_hooks()
-    package = tmp_path / "embodrl"
-    package.mkdir()
-    init = package / "__init__.py"
-    init.write_text(
-        "from typing import TYPE_CHECKING\n"
-        "if TYPE_CHECKING:\n"
-        "    from embodrl.models.registry import SupportedModel\n"
-        "    from embodrl.specs import LOSSES\n"
-        "    from x import other as other\n"
-        "    from x import train as train\n"
-        "    from y import load_config as load_config\n"
-        "    register_model = SupportedModel.register\n"
-        "    register_loss = LOSSES.register_function\n"
-    )
-    text = hooks.api_directives(init)
-    assert re.findall(r"^::: embodrl\.(\S+)$", text, re.MULTILINE) == [
-        "load_config",
-        "train",
-        "models.registry.SupportedModel.register",
-        "specs.FunctionRegistry.register_function",
-        "other",
-    ]
-    assert re.findall(r"^## (\w+)$", text, re.MULTILINE) == ["Running", "Extension", "Other"]
-    assert re.findall(r"heading: (\w+)", text) == ["register_model", "register_loss"]
-
-
 def test_the_api_page_has_a_section_for_every_public_name() -> None:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     import embodrl

@@ -88,14 +88,3 @@ def test_the_page_has_every_code(entries: list[codes.CodeEntry], monkeypatch: py
     listed = {entry.code for entry in entries}
     # a class, a rule, what is raised, chosen by a function, printed and answered
     assert {"env", "kl-reaches-the-loss", "run-exists", "config-range", "command-unknown", "server-token"} <= listed
-
-
-def test_tests_match_codes_instead_of_prose() -> None:
-    listed = {entry.source for entry in codes.class_entries()}
-    by_prose: list[str] = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        for call in ast.walk(ast.parse(text)) if "match=" in text else ():
-            if isinstance(call, ast.Call) and any(word.arg == "match" for word in call.keywords):
-                by_prose += [f"{path}:{call.lineno}"] if getattr(call.args[0], "id", "") in listed else []
-    assert by_prose == []

@@ -76,16 +76,3 @@ def test_pages_that_code_names_exist() -> None:
         for name in PAGE.findall(path.read_text("utf-8"))
         if not (ROOT / name).is_file()
     )
-
-
-def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
-    (tmp_path / "embodrl" / "envs").mkdir(parents=True)
-    (tmp_path / "embodrl" / "envs" / "pool.py").write_text("")
-    (tmp_path / "embodrl" / "__init__.py").write_text("train = 1\n")
-    files = files_of(tmp_path) | {"benchmarks/results/push_seed_0.jsonl"}
-    text = (
-        "`envs/pool.py`, `benchmarks/results/push_seed_S.jsonl`, `envs/codec.py`, `tests/cases.py::test_a`, `pool.py`"
-    )
-    assert unknown_paths(text, files) == ["envs/codec.py", "tests/cases.py"]
-    known = {"embodrl.envs.pool": True, "embodrl.train": True, "embodrl.envs.codec": False, "embodrl.envs": True}
-    assert {name: is_module_or_name(name, tmp_path) for name in known} == known

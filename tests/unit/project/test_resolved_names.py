@@ -98,8 +98,3 @@ def test_every_name_of_embodrl_exists(tree: str) -> None:
         if not (exists(module, name) if name else source_of(module) is not None)
     ]
     assert not missing, missing
-
-
-def test_a_name_that_moved_is_found() -> None:
-    assert exists("embodrl.types", "Observation") and exists("embodrl.envs", "pool")
-    assert not exists("embodrl.scheduler.launchers", "ray_machines")

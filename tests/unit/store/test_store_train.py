@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 from expect import raises_code
 
-from embodrl.config.explain import to_yaml
 from embodrl.config.load import LoadedConfig
+from embodrl.config.yaml_text import to_yaml
 from embodrl.fields import Fields
 from embodrl.pipelines.load import load_config
 from embodrl.storage.checkpoint import CheckpointManager

@@ -36,6 +36,7 @@ class Processes:
     def __init__(self) -> None:
         self.asked: list[Any] = []
         self.random: list[Any] = []
+        self.known = self
 
     def remember(self, random: Any) -> None:
         self.random.append(random)
@@ -257,7 +258,7 @@ def soon() -> Iterator[None]:
 
 def test_who_dies_when_a_signal_has_come_is_not_restarted_and_the_others_answers_count(soon: None) -> None:
     rollouts, group, weights = group_of()
-    rollouts.remember([["start 0"], ["start 1"]])
+    rollouts.known.remember([["start 0"], ["start 1"]])
     undone = [["start 0"], WorkerDied("rollout[1] was killed", rank=1)]
     group.answers |= {
         "gather": [None, WorkerDied("rollout[1] was killed", rank=1)],
@@ -277,10 +278,10 @@ def test_who_dies_when_a_signal_has_come_is_not_restarted_and_the_others_answers
 
 def test_who_is_lost_in_an_update_is_where_the_update_began() -> None:
     rollouts, _, _ = group_of()
-    assert rollouts.state_of_lost(0).state == {"lost": True}, "nothing is known of it"
-    rollouts._carried = [{"metas": [], "random": ["now"], "before": ["start"]} for _ in range(2)]
-    rollouts.remember([None, ["told"]])
-    assert [rollouts.state_of_lost(rank).state["random"] for rank in range(2)] == [["start"], ["told"]]
+    assert rollouts.known.state_of_lost(0).state == {"lost": True}, "nothing is known of it"
+    rollouts.known.snapshots = [{"metas": [], "random": ["now"], "before": ["start"]} for _ in range(2)]
+    rollouts.known.remember([None, ["told"]])
+    assert [rollouts.known.state_of_lost(rank).state["random"] for rank in range(2)] == [["start"], ["told"]]
 
 
 def test_a_restart_under_way_is_given_up_when_a_signal_comes() -> None:
@@ -301,10 +302,10 @@ def test_a_restart_under_way_is_given_up_when_a_signal_comes() -> None:
 
 
 def test_who_lives_and_does_not_answer_after_a_signal_is_ended_with_its_stack_in_the_log(
-    soon: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    soon: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     rollouts, group, _ = group_of()
-    monkeypatch.setattr("embodrl.workers.remote_backend._PATIENCE", 0.0)
+    rollouts._patience._timeout_s = 0.0
     group.answers["gather"] = [None, "silence"]
     with pytest.raises(InterruptedError):
         rollouts.call("gather", [(0,), (0,)])

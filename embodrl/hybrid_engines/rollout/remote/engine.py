@@ -1,8 +1,8 @@
-"""The rollout backend "remote": policy servers (`embodrl serve protocol=http`) act with the weights that train.
+"""The rollout backend "remote": policy servers (`embodrl serve protocol=http`) act with the trained weights.
 
-Each version of the weights is published in the run's directory, from which a server takes it before it acts with it:
-every answer names its server and the version, and one of another version, or of a server that was restarted, is asked
-for again. A server that does not answer leaves its rows to the others; where there is none, the run waits.
+Each version of the weights is published in the run's directory, from which a server loads it before acting with it.
+Every answer names its server and version; an answer with another version, or from a restarted server, is requested
+again. If a server does not answer, the others take over its rows; without any server, the run waits.
 
 Shapes: B batch, C actions in a chunk, A action dimensions.
 """
@@ -41,30 +41,21 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
 _ATTEMPTS = 5
-"""At making a server act with a version: it may be restarted meanwhile."""
+"""Attempts at making a server act with a version: it may restart in between."""
 
 
 class ServerGone(Exception):
-    """A server can't be reached, or is stopping."""
+    """A server is unreachable or stopping."""
 
 
 class RolloutServer:
-    """One policy server.
-
-    Args:
-        url: of its HTTP API.
-        directory: of the published weights, as the server sees it.
-        timeout_s: for one answer.
-
-    Attributes:
-        is_gone: the last request to it failed.
-    """
+    """One policy server; ``directory`` has the published weights, as seen by the server."""
 
     def __init__(self, url: str, directory: Path, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         self._directory = directory
         self._timeout_s = timeout_s
-        # No proxies: servers are named by their own addresses.
+        # No proxies: servers are given by their own addresses.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._token = os.environ.get(TOKEN_VARIABLE)
         self._lock = threading.Lock()
@@ -72,11 +63,11 @@ class RolloutServer:
         self.is_gone = False
 
     def act(self, content: Mapping[str, object], version: int) -> Mapping[str, Any]:
-        """Return an answer of POST /rollout by weights of this version.
+        """Return the answer of POST /rollout, computed with weights of this version.
 
         Raises:
-            ServerGone: it can't be reached.
-            RemotePolicyError: it refuses the request or the weights.
+            ServerGone: the server is unreachable.
+            RemotePolicyError: the server rejects the request or the weights.
         """
         for _ in range(_ATTEMPTS):
             with self._lock:
@@ -86,27 +77,27 @@ class RolloutServer:
             answer = self._post("/rollout", content)
             if (answer.get("instance"), answer.get("policy_version")) == ready:
                 return answer
-            with self._lock:  # it was restarted, or somebody else gave it weights
+            with self._lock:  # the server was restarted, or another client gave it weights
                 self._ready = None
         hint = "one run at a time may use a server"
         raise RemotePolicyError(f"{self.url} does not keep version {version}", hint, code="remote-version")
 
     def _take(self, version: int) -> tuple[object, int]:
-        """Make the server take the newest published weights; return its name for this life, and the version."""
+        """Make the server load the newest published weights; return its instance name and the version."""
         problem = ""
         for _ in range(_ATTEMPTS):
             try:
                 answer = self._post("/weights", {"directory": str(self._directory)})
-            except RemotePolicyError as error:  # a run that was resumed has gone back: the next attempt begins there
+            except RemotePolicyError as error:  # a resumed run has gone back: the next attempt starts there
                 problem = error.message
             else:
                 if answer.get("policy_version") == version:
                     return answer.get("instance"), version
                 problem = f"it took version {answer.get('policy_version')}"
             time.sleep(_PAUSE_S)
-        hint = f"the server must serve the same model, and see {self._directory}"
+        hint = f"the server must serve the same model, and have access to {self._directory}"
         raise RemotePolicyError(
-            f"{self.url} does not take the weights of version {version}: {problem}", hint, code="remote-weights"
+            f"{self.url} does not accept the weights of version {version}: {problem}", hint, code="remote-weights"
         )
 
     def _post(self, path: str, content: Mapping[str, object]) -> Mapping[str, Any]:
@@ -120,26 +111,23 @@ class RolloutServer:
             if error.code == 503:
                 raise ServerGone(f"{self.url}: it is stopping, or has too many clients") from error
             text = error.read().decode("utf-8", "replace")[-2000:]
-            hint = f"it has to serve this model; {TOKEN_VARIABLE} is its token"
+            hint = f"the server must serve this model; {TOKEN_VARIABLE} is its token"
             raise RemotePolicyError(
                 f"{self.url}{path} answered {error.code}: {text}", hint, code="remote-refused"
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServerGone(f"{self.url}: {error}") from error
         if not isinstance(found, Mapping):
-            raise RemotePolicyError(f"{self.url}{path} answered something that is not a map", "", code="remote-refused")
+            raise RemotePolicyError(f"{self.url}{path} returned an answer that is not a map", "", code="remote-refused")
         return found
 
 
 class RemoteRolloutEngine(NativeRolloutEngine):
-    """Actions come from servers; values of final observations and what policies make of them, from the policy here.
+    """Gets actions from servers; values of final observations and policy inputs come from the local policy.
 
-    Every row has a seed of its own, drawn here: which server computes it does not matter to what is drawn, for policies
-    with ``draws_by_row``.
-
-    Args:
-        policy, config, sampling, seed, num_threads, part, memory: see RolloutEngine.
-        weights_dir: where the run publishes its weights.
+    Every row has its own seed, drawn here: for policies with ``draws_by_row`` the samples do not depend on the server
+    that computes them. ``weights_dir`` is where the run publishes its weights; for the other arguments see
+    RolloutEngine.
     """
 
     def __init__(
@@ -161,7 +149,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         self._threads = ThreadPoolExecutor(len(self._servers), "rollout-server")
 
     def _predict(self, request: ActRequest) -> PolicyOutput:
-        if request.mode == "mean":  # servers on vLLM can't, and the policy here has the same weights
+        if request.mode == "mean":  # servers on vLLM cannot, and the local policy has the same weights
             return super()._predict(request)
         seeds = self._seeds(request)
         rows = np.arange(request.observation.batch_size)
@@ -175,13 +163,13 @@ class RemoteRolloutEngine(NativeRolloutEngine):
             ]
             try:
                 outputs = [_output(each.result()) for each in asked]
-            except BaseException:  # a signal, too: the threads must stop waiting; raised again
+            except BaseException:  # also after a signal, which is re-raised: the threads must stop waiting
                 given_up.set()
                 raise
             return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=self.version)
 
     def _seeds(self, request: ActRequest) -> list[int]:
-        if request.mode != "train":  # nothing is drawn, and an evaluation leaves the random state as it is
+        if request.mode != "train":  # nothing is sampled, and an evaluation keeps the random state unchanged
             return [0] * request.observation.batch_size
         found: list[int] = []
         for part, generator in zip(self._parts(request.observation), request.generators, strict=False):
@@ -191,11 +179,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         return found
 
     def _ask(self, first: int, content: Mapping[str, object], given_up: threading.Event) -> Mapping[str, Any]:
-        """Ask one server after the other until one answers.
-
-        Raises:
-            RemotePolicyError: a server refuses, or none can be reached for ``rollout.remote.timeout_s``.
-        """
+        """Ask one server after another until one answers."""
         deadline = time.monotonic() + self._settings.timeout_s
         turn = first
         while not given_up.is_set():
@@ -204,10 +188,10 @@ class RemoteRolloutEngine(NativeRolloutEngine):
                 answer = server.act(content, self.version)
             except ServerGone as error:
                 if not server.is_gone:
-                    logger.warning("a rollout server does not answer; the others act for it (%s)", error)
+                    logger.warning("a rollout server does not answer; the others take over (%s)", error)
                 server.is_gone = True
                 turn += 1
-                if (turn - first) % len(self._servers) == 0:  # all of them are gone
+                if (turn - first) % len(self._servers) == 0:  # no server is left
                     if time.monotonic() > deadline:
                         limit = f"{self._settings.timeout_s:g} s (rollout.remote.timeout_s)"
                         hint = "start the servers again, and resume the run"
@@ -223,7 +207,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
 
     def update_weights(self, weights: Any, version: int) -> None:
         super().update_weights(weights, version)
-        for server in self._servers:  # with every version, those that were gone get a chance
+        for server in self._servers:  # every version gives unreachable servers another chance
             server.is_gone = False
 
 
@@ -240,11 +224,6 @@ def _message(request: ActRequest, rows: np.ndarray[Any, Any], seeds: list[int]) 
 
 
 def _output(answer: Mapping[str, Any]) -> PolicyOutput:
-    """Return what a server answered, as tensors.
-
-    Raises:
-        RemotePolicyError: something is missing or of another type.
-    """
     actions, logprobs, values = (answer.get(name) for name in ("actions", "logprobs", "values"))
     inputs = answer.get("forward_inputs")
     tensors = {"logprobs": logprobs, **inputs} if isinstance(inputs, Mapping) else {"logprobs": None}
@@ -257,6 +236,6 @@ def _output(answer: Mapping[str, Any]) -> PolicyOutput:
 
 
 def make_remote(parts: RolloutParts) -> RemoteRolloutEngine:
-    """Return the engine that asks the servers of ``rollout.remote``."""
+    """Return the engine that queries the servers of ``rollout.remote``."""
     assert parts.weights_dir is not None, "a rule restricts it to training in lockstep"
     return RemoteRolloutEngine(*parts.common, parts.memory, weights_dir=parts.weights_dir)

@@ -21,13 +21,13 @@ class RemoteRolloutConfig(Section):
     """Policy servers, for rollout.backend remote."""
 
     urls: tuple[str, ...] = Field(
-        default=(), description="of `embodrl serve protocol=http`, one or several, which serve the same model"
+        default=(), description="one or several `embodrl serve protocol=http`, all serving the same model"
     )
     weights_dir: str | None = Field(
-        default=None, description="DIR/weights of the run, as the servers see it; null: by the same path as the run"
+        default=None, description="DIR/weights of the run, as the servers see it; null: the same path as for the run"
     )
-    timeout_s: PositiveFloat = Field(default=600.0, description="seconds that a run waits where no server answers")
-    request_timeout_s: PositiveFloat = Field(default=120.0, description="seconds for one answer of a server")
+    timeout_s: PositiveFloat = Field(default=600.0, description="seconds that a run waits if no server answers")
+    request_timeout_s: PositiveFloat = Field(default=120.0, description="seconds per request to a server")
 
 
 @RULES.rule(BACKEND, "rollout", "runner.max_staleness")
@@ -37,19 +37,19 @@ def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
     deployment = context.deployment
     urls = section_in(config.rollout, "remote", RemoteRolloutConfig).urls
     if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
-        message = f"has {len(urls)} URLs of servers, or some that are not http:// or https://"
+        message = f"has {len(urls)} server URLs, or some that are not http:// or https://"
         yield Finding(URLS, message, "start `embodrl serve protocol=http`, and name it", "http://HOST:PORT, ...")
     if context.verb not in ("train", "plan", None):
-        hint = f"{NATIVE}; `embodrl eval` of a server is model=remote"
+        hint = f"{NATIVE}; to evaluate a server, set model=remote"
         yield Finding(BACKEND, f"`embodrl {context.verb}` has no rollout servers", hint, "native")
     if not config.rollout.publish_weights:
-        message = "is false, and the servers take the weights from where they are published"
+        message = "is false, but the servers load the published weights"
         yield Finding("rollout.publish_weights", message, "set it to true, or add rollout=remote", "true")
     if config.runner.max_staleness > 0:
         message = "the servers act with the newest weights, in lockstep with the run"
         yield Finding("runner.max_staleness", message, f"set it to 0, or {NATIVE}", "0", others=(BACKEND,))
     if deployment is not None and deployment.rolls_out_in_processes:
-        message = "rollouts are in processes of their own, and servers act for the main process"
+        message = "rollouts are in separate processes, but servers act for the main process"
         yield Finding(BACKEND, message, f"{NATIVE}, or leave out rollout.own_process", "native")
 
 
@@ -58,5 +58,5 @@ ENGINE = EngineSpec(
     rollout="embodrl.hybrid_engines.rollout.remote.engine:make_remote",
     rollout_settings=RemoteRolloutConfig,
     rules=(RULES,),
-    description="acts by policy servers, which take the published weights",
+    description="acts through policy servers, which load the published weights",
 )

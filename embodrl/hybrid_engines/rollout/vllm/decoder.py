@@ -1,9 +1,10 @@
-"""A Llama in vLLM, in this process, that continues embeddings by action tokens.
+"""A Llama in vLLM, in this process, that continues embeddings with action tokens.
 
-vLLM schedules, keeps keys and values in pages, and runs the transformer. What is peculiar to action tokens hangs on two
-of its public places: a logits processor, which sees the logits of a step and leaves one token possible, and a forward
-hook before the output layer, which sees the hidden states. So the distribution is that of ``models/common/sampling.py``
-and the log-probs come from the logits that vLLM computed, without its full-vocabulary softmax.
+vLLM schedules, keeps keys and values in pages, and runs the transformer. The specifics of action tokens use two of its
+public extension points: a logits processor, which sees the logits of a step and leaves one token possible, and a
+forward hook before the output layer, which sees the hidden states. So the distribution is the one of
+``models/common/sampling.py``, and the log-probs come from the logits that vLLM computed, without its full-vocabulary
+softmax.
 
 Shapes: B rows, P image and prompt tokens of a row, N action tokens, K bins, D hidden size, V vocabulary.
 """
@@ -32,12 +33,12 @@ from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.types import SamplingParams
 
 BLOCK = 128
-"""Tokens in the largest page of the KV cache that vLLM chooses by itself."""
+"""Tokens in the largest KV-cache page that vLLM chooses by itself."""
 
 _ENVIRONMENT = {
-    # Engine and model in this process: weights are handed over as tensors, and a logits processor may be any object.
+    # Engine and model run in this process: weights are passed as tensors, and a logits processor may be any object.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The second model runner takes no logits processors.
+    # The second model runner does not support logits processors.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -45,16 +46,14 @@ _ENVIRONMENT = {
 
 @dataclass
 class _Step:
-    """What the batch under way is drawn with, and what is seen of it.
+    """Inputs and observed outputs of the current batch.
 
     Attributes:
-        first_id: id of the first bin.
-        sampling: temperature and top k.
-        noise: ``float32[B,N,K]``; None chooses the most probable.
+        noise: ``float32[B,N,K]``; None chooses the most probable token.
         logits: ``float32[B,N,K]``.
-        tokens: ``int64[B,N]``, places among the K bins.
+        tokens: ``int64[B,N]``, indices among the K bins.
         hidden: ``[B,D]`` at the last prompt token.
-        latest: ``[rows,D]``, hidden states at the tokens that the next logits are of.
+        latest: ``[rows,D]``, hidden states at the tokens of the next logits.
     """
 
     first_id: int
@@ -66,7 +65,7 @@ class _Step:
     latest: Tensor | None = None
 
     def choose(self, logits: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        """Return ids ``int64[R]`` for logits ``float32[R,V]`` of rows ``int64[R]`` at their places ``int64[R]``."""
+        """Return ids ``int64[R]`` for logits ``float32[R,V]`` of rows ``int64[R]`` at positions ``int64[R]``."""
         num_bins = self.logits.shape[-1]
         bins = logits[:, self.first_id : self.first_id + num_bins]
         noise = None if self.noise is None else self.noise[rows, places]
@@ -82,20 +81,20 @@ class _Step:
 class VllmDecoder:
     """Continues embeddings by N action tokens on a copy of a language model's weights, which ``load_weights`` fills.
 
-    vLLM seeds the global random generators and forbids ``torch.set_num_threads`` when it starts; both are undone.
-    It also binds the memory that this process allocates from then on to the NUMA node of its first core.
+    vLLM seeds the global random generators and forbids ``torch.set_num_threads`` when it starts; both are undone. It
+    also binds all memory that this process allocates afterwards to the NUMA node of its first core.
 
     Args:
-        model: gives the dimensions, and which ids are action tokens.
-        dtype: of the copy: float32 or bfloat16.
-        max_length: most tokens of a row, P + N.
+        model: provides the dimensions and the action-token ids.
+        dtype: dtype of the copy: float32 or bfloat16.
+        max_length: maximum tokens of a row, P + N.
         max_num_seqs: rows decoded at once; the KV cache has room for them.
         num_threads: threads of an operation on a CPU.
         can_sleep: prepare for ``sleep``; on a GPU only.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or not the build for this device.
-        EmbodrlError: the device can't sleep, or vLLM can't start, e.g. for lack of memory.
+        EmbodrlError: the device does not support sleep, or vLLM cannot start, e.g. for lack of memory.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class VllmDecoder:
         self._step = _Step(model.config.first_action_id)
         self._fault: BaseException | None = None
         try:
-            # Removed at once, so that a run that is killed leaves nothing behind.
+            # Removed at once, so that a killed run leaves nothing behind.
             with _side_effects_undone(), tempfile.TemporaryDirectory(prefix="embodrl-vllm-") as directory:
                 _write_config(model, Path(directory), dtype)
                 self.llm: Any = self._start(vllm, directory, model, max_length, max_num_seqs, can_sleep)
@@ -145,7 +144,7 @@ class VllmDecoder:
         max_num_seqs: int,
         can_sleep: bool,
     ) -> object:
-        # vLLM would meet itself in a file, which a run that is killed leaves behind.
+        # vLLM's rendezvous would be a file, which a killed run leaves behind.
         if self.device.type == "cpu" and not dist.is_initialized():
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             with loopback_only(True):
@@ -155,15 +154,15 @@ class VllmDecoder:
             load_format="dummy",
             skip_tokenizer_init=True,
             enable_prompt_embeds=True,
-            # Embeddings differ from call to call, and weights change: nothing can be used again.
+            # Embeddings differ from call to call, and weights change: nothing is reusable.
             enable_prefix_caching=False,
             dtype=str(self.dtype).removeprefix("torch."),
             max_model_len=max_length,
             max_num_seqs=max_num_seqs,
-            # Every prompt goes through in one piece.
+            # Every prompt is processed in one piece.
             max_num_batched_tokens=max_num_seqs * max_length,
             kv_cache_memory_bytes=kv_cache_bytes(model, self.dtype, max_length, max_num_seqs),
-            # On a CPU compiling would need a C++ compiler.
+            # Compiling would need a C++ compiler on a CPU.
             enforce_eager=self.device.type == "cpu",
             logits_processors=[_processor_class(self._step)],
             async_scheduling=False,
@@ -172,15 +171,12 @@ class VllmDecoder:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite all weights in place.
-
-        Args:
-            weights: every name of transformers' Llama; in any precision, on any device.
+        """Overwrite all weights in place, given every name of transformers' Llama; any precision, any device.
 
         Raises:
-            RolloutEngineError: vLLM could not take them, and can't be used any more; or it failed before.
+            RolloutEngineError: vLLM failed now or earlier, and is unusable.
         """
-        # Not the model's own load_weights: on a CPU linear layers hold packed weights, which it can't overwrite.
+        # Not the model's own load_weights: on a CPU linear layers hold packed weights, which it cannot overwrite.
         with self._named("load the weights"), _threads(self.num_threads):
             self._runner.reload_weights(weights_iterator=iter(weights))
 
@@ -197,11 +193,11 @@ class VllmDecoder:
             noise: ``float32[B,N,K]`` from Exp(1) for sampling; None chooses the most probable tokens.
 
         Returns:
-            ``tokens int64[B,N]`` (places among the K bins), the logits ``float32[B,N,K]`` that they were drawn from,
-            and the hidden states ``[B,D]`` at the last prompt token; on the device of the model.
+            ``tokens int64[B,N]`` (indices among the K bins), the logits ``float32[B,N,K]`` they were drawn from, and
+            the hidden states ``[B,D]`` at the last prompt token; on the device of the model.
 
         Raises:
-            RolloutEngineError: vLLM failed, and can't be used any more; or it failed before.
+            RolloutEngineError: vLLM failed now or earlier, and is unusable.
         """
         from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
@@ -213,7 +209,7 @@ class VllmDecoder:
         step.tokens = torch.zeros((rows, num_tokens), dtype=torch.int64, device=self.device)
         step.hidden = torch.zeros((rows, self._hidden_size), dtype=self.dtype, device=self.device)
         requests = [{"prompt_embeds": prompt.to("cpu", self.dtype)} for prompt in prompts]
-        # Temperature 0, as the logits processor has drawn already and leaves one token possible.
+        # Temperature 0: the logits processor has already drawn and leaves one token possible.
         params = [
             RequestParams(
                 temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, extra_args={"row": row}
@@ -238,12 +234,12 @@ class VllmDecoder:
 
     @contextmanager
     def _named(self, task: str) -> Iterator[None]:
-        """Name vLLM in what it raises, and refuse everything afterwards: requests and weights may be half done."""
+        """Wrap vLLM's exceptions, and reject all later calls: requests and weights may be half done."""
         if self._fault is not None:
             raise _failure(f"vLLM can't {task}: it failed before", self._fault) from self._fault
         try:
             yield
-        except BaseException as error:  # vLLM raises what it likes; a signal too leaves requests half done
+        except BaseException as error:  # vLLM raises arbitrary exceptions; a signal also leaves requests half done
             self._fault = error
             if isinstance(error, Exception):
                 raise _failure(f"vLLM could not {task}", error) from error
@@ -256,7 +252,7 @@ class VllmDecoder:
 def _failure(what: str, error: BaseException) -> RolloutEngineError:
     return RolloutEngineError(
         f"{what}: {type(error).__name__}: {error}",
-        "--debug shows where it happened; rollout.backend=native does without vLLM",
+        "--debug shows where it happened; rollout.backend=native does not use vLLM",
     )
 
 
@@ -264,7 +260,7 @@ def import_vllm(device: torch.device) -> ModuleType:
     """Return vLLM, set up to run in this process.
 
     Raises:
-        MissingDependencyError: it can't be imported, or is not the build for this device.
+        MissingDependencyError: vLLM cannot be imported, or is not the build for this device.
     """
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -287,7 +283,7 @@ def import_vllm(device: torch.device) -> ModuleType:
 
 
 def kv_cache_bytes(model: OpenVLAModel, dtype: torch.dtype, max_length: int, max_num_seqs: int) -> int:
-    """Return the bytes of keys and values of so many rows of that length, in whole pages, and of one page more."""
+    """Return the KV-cache bytes of a number of rows of some length, in whole pages, plus one page."""
     spec = model.config.llama
     head_dim = spec.hidden_size // spec.num_attention_heads
     token = 2 * spec.num_hidden_layers * spec.num_key_value_heads * head_dim * dtype.itemsize
@@ -302,7 +298,7 @@ def _write_config(model: OpenVLAModel, directory: Path, dtype: torch.dtype) -> N
 
 
 def _processor_class(step: _Step) -> type:
-    """Return a class, as vLLM makes the object itself."""
+    """Return a class, since vLLM constructs the object itself."""
     from vllm.v1.sample.logits_processor import LogitsProcessor  # pyright: ignore[reportMissingImports]
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates  # pyright: ignore[reportMissingImports]
 
@@ -310,7 +306,7 @@ def _processor_class(step: _Step) -> type:
         """Draws an action token for each row and makes all others impossible."""
 
         def __init__(self, vllm_config: object, device: torch.device, is_pin_memory: bool) -> None:
-            # Place in vLLM's batch -> row of ours, and the list of tokens drawn so far, which vLLM appends to.
+            # Position in vLLM's batch -> our row, and the list of tokens drawn so far, which vLLM appends to.
             self._requests: dict[int, tuple[int, list[int]]] = {}
 
         def is_argmax_invariant(self) -> bool:
@@ -344,7 +340,7 @@ def _side_effects_undone() -> Iterator[None]:
 
 @contextmanager
 def _threads(num_threads: int) -> Iterator[None]:
-    """Let operations of this thread use several cores; elsewhere whole batches are given to threads instead."""
+    """Let operations of this thread use several cores; elsewhere threads process whole batches instead."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

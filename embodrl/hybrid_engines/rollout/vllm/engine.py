@@ -27,10 +27,10 @@ from embodrl.types import Decoding, Observation, PolicyOutput
 
 @dataclass(frozen=True)
 class _Prompts:
-    """What a part of a batch asks.
+    """The prompts of a part of a batch.
 
     Attributes:
-        inputs: what ``preprocess`` returns.
+        inputs: result of ``preprocess``.
         rows: embeddings ``[P,D]`` of images and prompt, one per row, without padding.
         noise: ``float32[B,N,256]`` to sample with; None for the most probable tokens.
     """
@@ -43,17 +43,17 @@ class _Prompts:
 class VllmRolloutEngine(RolloutEngine):
     """Acts with OpenVLA; vLLM decodes the action tokens on a copy of the language model.
 
-    Images, projector, token embeddings and value head are the policy's own modules, so that weights which train with
-    the policy are current there; vLLM gets those of the language model with every ``update_weights``, low-rank
-    adapters merged. Tokens are drawn as by the native engine, from the same random numbers: at equal weights and
-    precision both choose the same tokens, unless two are equally likely to within rounding. See RolloutEngine.
+    Images, projector, token embeddings and value head use the policy's own modules, so their weights are always
+    current; vLLM gets the language model's weights with every ``update_weights``, low-rank adapters merged. Tokens are
+    drawn as in the native engine, from the same random numbers: with equal weights and precision both choose the same
+    tokens, unless two are equally likely to within rounding. See RolloutEngine.
 
     Args:
         policy, config, sampling, seed, num_threads, part: see RolloutEngine.
-        max_num_seqs: rows that vLLM decodes at once; further ones wait.
+        max_num_seqs: rows that vLLM decodes at once; further rows wait.
 
     Raises:
-        EmbodrlError: the policy does not decode one token after the other.
+        EmbodrlError: the policy does not decode token by token.
         MissingDependencyError: see VllmDecoder.
     """
 
@@ -70,7 +70,7 @@ class VllmRolloutEngine(RolloutEngine):
         super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
             raise EmbodrlError(
-                f"vLLM decodes one token after the other, and {type(policy).__name__} does not",
+                f"vLLM decodes token by token, but {type(policy).__name__} does not",
                 "set rollout.backend=native, or model=openvla",
                 code="vllm-policy",
             )
@@ -91,18 +91,18 @@ class VllmRolloutEngine(RolloutEngine):
 
     @property
     def decodings(self) -> tuple[Decoding, ...]:
-        """vLLM feeds on its own choices, so that there is no ``mean``."""
+        """Decodings; vLLM conditions on its own choices, so ``mean`` is unsupported."""
         return tuple(name for name in self.policy.decodings if name != "mean")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """vLLM's copy is overwritten in place."""
+        """Overwrite vLLM's copy in place."""
         with self._lock:
             self._copy_weights(weights)
             self._load()
             self.version = version
 
     def offload(self) -> None:
-        """vLLM's weights go to main memory, and its cache is dropped."""
+        """Move vLLM's weights to main memory, and drop its cache."""
         with self._lock:
             if self._sleeps and not self._asleep:
                 before = allocated_bytes(self.device)
@@ -122,7 +122,7 @@ class VllmRolloutEngine(RolloutEngine):
             self._load()
 
     def _load(self) -> None:
-        """Give vLLM the policy's weights, or make a note of it while it sleeps."""
+        """Give vLLM the policy's weights, now or when it wakes up."""
         self._stale = self._asleep
         if not self._stale:
             self.decoder.load_weights(language_weights(self._served))
@@ -154,13 +154,13 @@ class VllmRolloutEngine(RolloutEngine):
     def _prompts(self, part: Observation, generator: RandomSource | None) -> _Prompts:
         inputs = self._served.preprocess(part)
         embeddings, mask = self._served.prompt_embeddings(inputs)
-        # Positions don't count padding, so that leaving it out changes nothing.
+        # Positions do not count padding, so omitting it changes nothing.
         rows = list(embeddings) if mask is None else [e[m.bool()] for e, m in zip(embeddings, mask, strict=True)]
         shape = (len(embeddings), self._num_tokens, self._served.bins.num_bins)
         return _Prompts(inputs, rows, None if generator is None else exponential_noise(shape, generator, self.device))
 
     def _values(self, observation: Observation, hidden: Tensor) -> Tensor:
-        """Return values from the hidden states ``[B,D]`` at the end of the prompts, or from a pass of our own."""
+        """Return values from the hidden states ``[B,D]`` at the end of the prompts, or from a separate pass."""
         if self._served.value_input != "prompt_end":
             return self.values(observation).to(self.device)
         with torch.no_grad():
@@ -168,7 +168,7 @@ class VllmRolloutEngine(RolloutEngine):
 
 
 def language_weights(policy: OpenVLAPolicy) -> Iterator[tuple[str, Tensor]]:
-    """Yield names, those of transformers' Llama, and weights of the language model, adapters merged."""
+    """Yield the language model's weights by transformers' Llama names, adapters merged."""
     for name, tensor in merged_state_dict(policy.model.language_model).items():
         yield name, tensor.detach()
 

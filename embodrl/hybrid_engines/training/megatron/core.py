@@ -1,4 +1,4 @@
-"""megatron-core, imported where it is needed, and its process groups."""
+"""Lazy imports of megatron-core, and its process groups."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ EXTRA = "megatron"
 
 
 def megatron(name: str) -> ModuleType:
-    """Return a module of megatron-core.
-
-    Args:
-        name: what follows ``megatron.core.``.
+    """Return the module ``megatron.core.NAME``.
 
     Raises:
         MissingDependencyError: megatron-core is not installed.
@@ -33,13 +30,10 @@ def megatron(name: str) -> ModuleType:
 
 
 def start(tensor_parallel: int) -> None:
-    """Make megatron-core's process groups: consecutive ranks share the tensors of a model, the others data.
-
-    Args:
-        tensor_parallel: processes that a layer is sharded over; divides the world size.
+    """Create megatron-core's process groups; ``tensor_parallel`` consecutive ranks share a model's tensors.
 
     Raises:
-        EmbodrlError: there are such groups already, of another size.
+        EmbodrlError: groups of another size exist already, or it does not divide the world size.
         MissingDependencyError: megatron-core is not installed.
     """
     state = megatron("parallel_state")
@@ -55,7 +49,7 @@ def start(tensor_parallel: int) -> None:
         return
     if dist.get_world_size() % tensor_parallel:
         raise EmbodrlError(
-            f"{dist.get_world_size()} training process(es) can't be cut into groups of {tensor_parallel}",
+            f"{dist.get_world_size()} training process(es) cannot be divided into groups of {tensor_parallel}",
             "set actor.tensor_parallel_size to a divisor of the number of processes",
             code="tensor-parallel-size",
         )
@@ -63,19 +57,19 @@ def start(tensor_parallel: int) -> None:
 
 
 def stop() -> None:
-    """Give up the process groups that ``start`` made."""
+    """Destroy the process groups that ``start`` created."""
     state = megatron("parallel_state")
     if state.model_parallel_is_initialized():
         state.destroy_model_parallel()
 
 
 def tensor_group() -> dist.ProcessGroup:
-    """Return the processes that hold a part of the same layers each."""
+    """Return the processes that each hold a part of the same layers."""
     return megatron("parallel_state").get_tensor_model_parallel_group()
 
 
 def data_group() -> dist.ProcessGroup:
-    """Return the processes that hold the same part of the layers, for other rows."""
+    """Return the processes that hold the same part of the layers, for different rows."""
     return megatron("parallel_state").get_data_parallel_group()
 
 
@@ -86,11 +80,11 @@ class ParallelConfig(Protocol):
 
 
 def parallel_config(dtype: torch.dtype) -> ParallelConfig:
-    """Return the ModelParallelConfig of layers that are made on the CPU, and filled by who made them."""
+    """Return the ModelParallelConfig of layers that are created on the CPU and filled by the caller."""
     return megatron("model_parallel_config").ModelParallelConfig(
         tensor_model_parallel_size=tensor_group().size(),
         params_dtype=dtype,
         use_cpu_initialization=True,
         perform_initialization=False,
-        gradient_accumulation_fusion=False,  # a CUDA kernel of apex
+        gradient_accumulation_fusion=False,  # an apex CUDA kernel
     )

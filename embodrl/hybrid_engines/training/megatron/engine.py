@@ -1,4 +1,4 @@
-"""Training in processes that share the layers of OpenVLA's language model, by megatron-core."""
+"""Training in processes that share the layers of OpenVLA's language model, with megatron-core."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ from embodrl.models.openvla.policy import OpenVLAPolicy
 
 
 class MegatronState(SharedState):
-    """State by the names of the public layout.
+    """State under the names of the public layout.
 
     Args:
-        policy: cut over the processes of ``mesh[TP]``.
-        options: what the run asks for.
-        mesh: with the dimensions ``dp`` and ``tp``.
-        distributed: the optimizer's state is shared out over ``dp``.
+        policy: sharded over the processes of ``mesh[TP]``.
+        mesh: mesh with the dimensions ``dp`` and ``tp``.
+        distributed: the optimizer's state is distributed over ``dp``.
     """
 
     def __init__(
@@ -50,14 +49,14 @@ class MegatronState(SharedState):
         if self.zero is not None:
             self.leaves = self.zero.stretches
 
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        adamw = super()._build_optimizer()
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        adamw = cast(torch.optim.AdamW, super()._build_optimizer())
         self.zero = DistributedAdamW(self.policy, adamw) if self.distributed else None
-        # Of an optimizer, the update uses what the two have in common.
-        return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
+        # The update uses only the common interface of both optimizers.
+        return adamw if self.zero is None else cast(torch.optim.Optimizer, self.zero)
 
     def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return none: megatron-core's distributed optimizer has float32 copies of its own, the stretches."""
+        """Return none: megatron-core's distributed optimizer keeps its own float32 copies, the stretches."""
         return {}
 
     def offloadable(self) -> Iterator[Tensor]:
@@ -82,7 +81,7 @@ class MegatronState(SharedState):
         return {self.names[parameter]: kept for parameter, kept in pairs}
 
     def _steps(self) -> dict[str, Tensor]:
-        """Return how many steps the parameters have taken, without those that took none, by their own names.
+        """Return the step counts of the parameters that have taken steps, by their own names.
 
         A collective call with ``distributed``.
         """
@@ -107,7 +106,7 @@ class MegatronState(SharedState):
         return total.view(parameter.shape)
 
     def held(self, section: str, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this process holds of a section by public names, one after the other; all by default."""
+        """Yield this process's tensors of a section one by one, under public names; all by default."""
         self.memory.onload()
         if section != "optimizer":
             yield from publish(self._holders(section), self.pieces, self.tensor_mesh, wanted)
@@ -124,7 +123,7 @@ class MegatronState(SharedState):
                     yield f"{key}.{piece.name}", part
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state by public names, as this process holds it; parts of fused tensors are copies.
+        """Return this process's state under public names; parts of fused tensors are copies.
 
         A collective call with ``distributed``.
         """
@@ -149,11 +148,11 @@ class MegatronState(SharedState):
         return found
 
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """A collective call with ``distributed``. Parts of fused tensors are copies."""
+        """Like ``HeldState.parts``, but a collective call with ``distributed``; parts of fused tensors are copies."""
         return dict(self.held(section, set(names)))
 
     def whole(self) -> EngineState:
-        """Return weights, optimizer state and counters in one piece: a collective call, and a copy."""
+        """Return whole weights, optimizer state and counters: a collective call, and a copy."""
         inventory = self.inventory()
         return EngineState({s: self.gather(s, list(names)) for s, names in inventory.items()}, self.counters())
 
@@ -181,7 +180,7 @@ class MegatronState(SharedState):
         self._finish_load(section)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return new tensors: what is held is fused."""
+        """Return new tensors, since the stored ones are fused."""
         owners = {name: name.partition(".")[2] if section == "optimizer" else name for name in saved}
         like = dict(self.held("policy", set(owners.values())))
         return {
@@ -198,12 +197,12 @@ class MegatronState(SharedState):
 
     @torch.no_grad()
     def load_part(self, section: str, name: str, part: Tensor) -> None:
-        """Load this process's part of a public tensor; ``_finish_load`` comes after the last of a section.
+        """Load this process's part of a public tensor; call ``_finish_load`` after the last one of a section.
 
         Args:
-            section: policy, optimizer or reference; what the engine has no use for is skipped.
-            name: public; of a moment with the moment's in front.
-            part: see ``layout.Piece.cut``; how many steps were taken is whole.
+            section: policy, optimizer or reference; unused entries are skipped.
+            name: public name; for a moment, prefixed with the moment's.
+            part: see ``layout.Piece.cut``; step counts are whole.
         """
         self.memory.onload()
         if section == "optimizer":
@@ -217,7 +216,7 @@ class MegatronState(SharedState):
             piece.put(holders[own_name], part.to(self.device))
 
     def _finish_load(self, section: str) -> None:
-        """Copy loaded weights to the optimizer; its float32 copies, which come after them, replace these."""
+        """Copy loaded weights to the optimizer; its float32 copies, loaded later, replace them."""
         if self.zero is not None and section == "policy":
             self.zero.take_weights()
 
@@ -226,7 +225,7 @@ class MegatronState(SharedState):
         parameter = self.parameters[name]
         leaf = self.leaves.get(parameter)
         if leaf is None:
-            return  # another process of the data group has it
+            return  # held by another process of the data group
         state = self.optimizer.state[leaf]
         if key == "step":
             state[key] = part.to(torch.float32, copy=True)
@@ -244,21 +243,20 @@ class MegatronState(SharedState):
 
 
 class MegatronTrainEngine(SharedTrainEngine[MegatronState]):
-    """AdamW on this process's part of the language model, and on vision, projector and value head, which all have.
+    """AdamW on this process's part of the language model, and on the replicated vision, projector and value head.
 
-    ``megatron.core.start`` comes first. The state has the names and shapes of the public layout, so that a checkpoint
+    Call ``megatron.core.start`` first. The state has the names and shapes of the public layout, so that a checkpoint
     fits every training backend.
 
     Args:
-        policy: whole, the same in all processes, on the device; sharded in place, and must not be used afterwards.
+        policy: whole, identical in all processes, on the device; sharded in place, and must not be used afterwards.
         model: section ``model``.
-        options: what the run asks for.
-        mesh: of the device that the policy trains on, with the dimensions ``dp`` and ``tp``, of consecutive ranks.
-        distributed_optimizer: share out the optimizer's state over ``dp`` (see ``optimizer.py``); by default on CUDA.
-            Without, every process has all of it: the same arithmetic by torch's AdamW.
+        mesh: mesh of the policy's device, with the dimensions ``dp`` and ``tp``, of consecutive ranks.
+        distributed_optimizer: distribute the optimizer's state over ``dp`` (see ``optimizer.py``); by default on CUDA.
+            Otherwise every process holds all of it: the same arithmetic with torch's AdamW.
 
     Raises:
-        EmbodrlError: the dimensions can't be divided evenly.
+        EmbodrlError: the dimensions cannot be divided evenly.
         MissingDependencyError: megatron-core is not installed.
     """
 
@@ -274,7 +272,7 @@ class MegatronTrainEngine(SharedTrainEngine[MegatronState]):
         distributed = cuda if distributed_optimizer is None else distributed_optimizer
         super().__init__(MegatronState(ParallelOpenVLAPolicy(policy, model), options, mesh, distributed), options, mesh)
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
+    # -- gradients -----------------------------------------------------------------------------------------------------
 
     def _collect_policy(self, parameters: Sequence[nn.Parameter] | None) -> Leaves:
         state = self.state
@@ -292,13 +290,13 @@ class MegatronTrainEngine(SharedTrainEngine[MegatronState]):
         return (1 if cut else state.tensor_mesh.size()) * (1 if state.distributed else self.num_shares)
 
     def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole tensors of the policy by public names: a collective call."""
+        """Yield the policy's whole tensors by public names: a collective call."""
         for name, part in self.state.held("policy", wanted):
             yield name, whole(part)
 
 
 def make(policy: VLAPolicy, config: Config, mesh: DeviceMesh) -> MegatronTrainEngine:
-    """Return the engine of one training process, after megatron-core's process groups have been made."""
+    """Return the engine of one training process, after creating megatron-core's process groups."""
     assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
     start(config.actor.tensor_parallel_size)
     return MegatronTrainEngine(policy, config.model, EngineOptions.of(config), mesh)

@@ -1,7 +1,7 @@
-"""The weights of a parallel Llama under their public names: which part of which public tensor a process holds.
+"""The mapping between a parallel Llama's tensors and the public weights: which part of which tensor a process holds.
 
 A process's part of any public tensor is one stretch of its rows or columns, so that parts are DTensors over the tensor
-group; only the fused layers hold several public tensors in one, as megatron-core orders them.
+group; only the fused layers hold several public tensors in one, in megatron-core's order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Select = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """A public tensor, or a process's part of it, in a tensor of the parallel model.
+    """A public tensor, or a process's part of it, inside a tensor of the parallel model.
 
     Attributes:
         name: public name.
-        select: from the tensor that holds it to a view with its elements in order.
+        select: maps the holding tensor to a view with the piece's elements in order.
         width: columns of the part.
-        dim: along which the whole is sharded; None where it is whole in every process.
+        dim: sharded dimension of the whole; None if every process holds the whole.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Piece:
     dim: int | None
 
     def get(self, holder: Tensor) -> Tensor:
-        """Return the part, ``[rows,columns]``; a copy where it is scattered over the holder."""
+        """Return the part, ``[rows,columns]``; a copy if it is scattered over the holder."""
         view = self.select(holder)
         return view if self.width is None else view.reshape(-1, self.width)
 
@@ -60,12 +60,7 @@ class Piece:
         return whole.chunk(group.size(), dim=self.dim)[group.rank()]
 
     def distribute(self, part: Tensor, mesh: DeviceMesh) -> DTensor:
-        """Return a part as what it is of the whole.
-
-        Args:
-            part: as ``get`` returns it.
-            mesh: of one dimension: the tensor group.
-        """
+        """Return the part from ``get`` as a DTensor of the whole over ``mesh``, the tensor group."""
         placement = Replicate() if self.dim is None else Shard(self.dim)
         return DTensor.from_local(part.contiguous(), mesh, [placement], run_check=False)
 
@@ -98,7 +93,7 @@ def _gate_up(prefix: str, width: int) -> list[Piece]:
 
 
 def llama_pieces(model: ParallelLlama) -> dict[str, list[Piece]]:
-    """Return what every parameter of the model holds, by its name, in the names of the public layout."""
+    """Return the pieces of every parameter of the model, by its name, under public names."""
     width = model.spec.hidden_size
     pieces = {
         "model.embed_tokens.weight": _one("model.embed_tokens.weight", 0),
@@ -121,12 +116,7 @@ def llama_pieces(model: ParallelLlama) -> dict[str, list[Piece]]:
 
 
 def policy_pieces(policy: nn.Module, prefix: str) -> dict[str, list[Piece]]:
-    """Return what every saved tensor of a policy holds.
-
-    Args:
-        policy: its Llama is parallel, all else is whole in every process.
-        prefix: of the Llama's names, with a dot at the end.
-    """
+    """Return the pieces of every saved tensor of a policy with a parallel Llama, whose names have ``prefix``."""
     llama = policy.get_submodule(prefix.removesuffix("."))
     assert isinstance(llama, ParallelLlama)
     inside = llama_pieces(llama)
@@ -145,13 +135,9 @@ def publish(
     mesh: DeviceMesh,
     wanted: Container[str] | None = None,
 ) -> Iterator[tuple[str, DTensor]]:
-    """Yield the public tensors that are held, one after the other; their parts are views where they can be.
+    """Yield the held public tensors one by one, as views where possible.
 
-    Args:
-        holders: tensors of the shapes of the policy's.
-        pieces: of ``policy_pieces``; what has no entry in ``holders`` is left out.
-        mesh: of one dimension: the tensor group.
-        wanted: public names; None for all.
+    Pieces without an entry in ``holders`` are skipped; ``wanted`` None yields all names; ``mesh`` is the tensor group.
     """
     for name, holder in holders.items():
         for piece in pieces[name]:
@@ -161,12 +147,12 @@ def publish(
 
 @torch.no_grad()
 def parallelize(public: Llama) -> ParallelLlama:
-    """Return this process's part of a Llama, which is emptied layer by layer: it must not be used afterwards.
+    """Return this process's part of a Llama, which is emptied layer by layer and must not be used afterwards.
 
-    What trains, and the device, stay the same. At most one layer is held twice.
+    Device and trainable weights stay the same. At most one layer is held twice.
 
     Raises:
-        EmbodrlError: the dimensions can't be divided evenly.
+        EmbodrlError: the dimensions cannot be divided evenly.
     """
     device = public.lm_head.weight.device
     model = ParallelLlama(public)

@@ -1,7 +1,7 @@
 """Llama on megatron-core's parallel layers: heads, MLP units and vocabulary are sharded over the tensor group.
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
-Shapes: B batch, S tokens, D hidden size, H query heads, G key and value heads, E head dimension, R processes.
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019. Shapes: B
+batch, S tokens, D hidden size, H query heads, G key and value heads, E head dimension, R processes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from embodrl.models.common.llama import Llama, LlamaSpec, rotary
 
 
 def check_divisible(spec: LlamaSpec, size: int) -> None:
-    """Refuse a model that can't be cut into parts of the same size.
+    """Reject a model that cannot be divided evenly.
 
     Raises:
-        EmbodrlError: says what all does not divide.
+        EmbodrlError: lists all dimensions that do not divide.
     """
     cut = {
         "attention heads": spec.num_attention_heads,
@@ -41,9 +41,9 @@ def check_divisible(spec: LlamaSpec, size: int) -> None:
 
 
 def run(layer: nn.Module, x: Tensor) -> Tensor:
-    """Return the output of a parallel layer ``[...,out]`` for ``x [...,in]``, in the type that autocast asks for.
+    """Return the output of a parallel layer ``[...,out]`` for ``x [...,in]``, in the autocast type.
 
-    The layers' own backward pass knows of autocast on CUDA only; input and weight of the same type need none.
+    The layers' own backward pass supports autocast on CUDA only; input and weight of equal type need none.
     """
     weight = layer.get_parameter("weight")
     kind = x.device.type
@@ -57,7 +57,7 @@ def run(layer: nn.Module, x: Tensor) -> Tensor:
 class ParallelAttention(nn.Module):
     """Attention with rotary positions; a process has H/R query heads and G/R heads of keys and values.
 
-    The rows of ``linear_qkv`` are, for every head of keys and values, its H/G query heads, then itself.
+    The rows of ``linear_qkv`` are, for every key-value head, its H/G query heads, then the key and value heads.
     """
 
     def __init__(self, llama: LlamaSpec, parallel: ParallelConfig, causal: bool) -> None:
@@ -108,7 +108,7 @@ class ParallelMLP(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """A layer of Llama; norms are whole in every process."""
+    """A Llama layer; norms are whole in every process."""
 
     def __init__(self, llama: LlamaSpec, parallel: ParallelConfig, causal: bool) -> None:
         super().__init__()
@@ -125,13 +125,12 @@ class ParallelBlock(nn.Module):
 
 
 class ParallelDecoder(nn.Module):
-    """The layers and the embedding; called as ``LlamaModel`` is.
+    """The layers and the embedding; called like ``LlamaModel``.
 
     Args:
-        llama: dimensions.
-        parallel: of ``parallel_config``.
-        causal: a token sees no later one.
-        recompute: compute the activations of every layer again in the backward pass.
+        parallel: result of ``parallel_config``.
+        causal: tokens do not attend to later ones.
+        recompute: recompute the activations of every layer in the backward pass.
     """
 
     def __init__(self, llama: LlamaSpec, parallel: ParallelConfig, causal: bool, recompute: bool) -> None:
@@ -156,9 +155,9 @@ class ParallelDecoder(nn.Module):
 
         Args:
             inputs_embeds: ``[B,S,D]``.
-            attention_mask: ``bool[B,1,S or 1,S]``; None where every token sees all that the model lets it see.
+            attention_mask: ``bool[B,1,S or 1,S]``; None if the model alone restricts attention.
             position_ids: ``int64[B,S]``; None counts from 0.
-            first: of the tokens that are wanted.
+            first: first token of the output.
         """
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
@@ -174,13 +173,10 @@ class ParallelDecoder(nn.Module):
 
 
 class ParallelLlama(nn.Module):
-    """What this process holds of a Llama; takes the place of ``Llama``.
-
-    Args:
-        public: gives dimensions and type; its weights are not copied (see ``layout.parallelize``).
+    """This process's part of ``public``, whose weights are not copied (see ``layout.parallelize``).
 
     Raises:
-        EmbodrlError: the dimensions can't be divided evenly.
+        EmbodrlError: the dimensions cannot be divided evenly.
     """
 
     def __init__(self, public: Llama) -> None:

@@ -9,24 +9,17 @@ from embodrl.models.base import VLAPolicy
 
 
 def uncut_bytes(policy: VLAPolicy) -> int:
-    """Return the bytes of what tensor parallelism leaves whole: all but the language model."""
+    """Return the bytes that tensor parallelism leaves whole: everything but the language model."""
     cut = sum(p.numel() * p.element_size() for p in policy.parts()["language"].parameters())
     return sum(p.numel() * p.element_size() for p in policy.parameters()) - cut
 
 
 def process_bytes(config: Config, deployment: Deployment, figures: ModelFigures, reference: int) -> dict[str, int]:
-    """Return the bytes of one training process by component.
-
-    Args:
-        config: the run.
-        deployment: where everything is.
-        figures: of the model.
-        reference: bytes of the reference policy; 0 without one.
-    """
+    """Return the bytes of one training process by component; ``reference`` is 0 without a reference policy."""
     training = figures.training
     layers = config.actor.tensor_parallel_size
     uncut = uncut_bytes(figures.policy) / figures.plain
-    part = uncut + (1 - uncut) / layers  # of all weights; of what trains, about the same
+    part = uncut + (1 - uncut) / layers  # ratio over all weights; about the same for the trained ones
     shares = len(deployment.of("actor")) // layers if deployment.gpus_per_node else 1
     return {
         "weights": int(training.weights * part),

@@ -1,9 +1,10 @@
-"""megatron-core's distributed optimizer: AdamW state and its work are shared out over the processes of a data group.
+"""megatron-core's distributed optimizer: AdamW's state and work are distributed over the processes of a data group.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, stage 1. Gradients are
-summed into one buffer, in float32, and reduced and scattered; every process changes its stretch of the weights, and
-the stretches are gathered. Weights in bf16 get a float32 copy of each stretch.
-megatron-core allocates the buffers on ``torch.cuda.current_device()``, so that this is for CUDA only.
+summed into one float32 buffer, and reduce-scattered; every process updates its stretch of the weights, and the
+stretches are gathered. bf16 weights get a float32 copy of each stretch.
+
+CUDA only: megatron-core allocates the buffers on ``torch.cuda.current_device()``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,9 @@ from embodrl.hybrid_engines.training.megatron.core import data_group, megatron, 
 
 
 class DistributedAdamW:
-    """Stands in for a ``torch.optim.AdamW`` over the parameters of a module.
+    """Replaces a ``torch.optim.AdamW`` over all trained parameters of a module.
 
-    Args:
-        module: trains where ``requires_grad`` says so.
-        adamw: over all parameters that train; its groups keep their settings, and hold stretches from then on.
+    The groups of ``adamw`` keep their settings, and hold stretches from then on.
     """
 
     def __init__(self, module: nn.Module, adamw: torch.optim.AdamW) -> None:
@@ -36,7 +35,8 @@ class DistributedAdamW:
             use_distributed_optimizer=True,
             bf16=any(p.dtype == torch.bfloat16 for p in self.parameters),
         )
-        # Stretches are views of weights; with gradients enabled they would be no leaves, and torch warns of their grad.
+        # Stretches are views of weights; with gradients enabled they would not be leaves, and torch warns about their
+        # grad.
         with torch.no_grad():
             self.inner = megatron("optimizer.distrib_optimizer").DistributedOptimizer(
                 adamw,
@@ -58,7 +58,7 @@ class DistributedAdamW:
         self.touched.add(parameter)
 
     def _find_stretches(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return what the optimizer changes of each parameter: one-dimensional, and missing where it has no part."""
+        """Return the optimizer's flat tensor of each parameter; missing if this process has no part of it."""
         found: dict[nn.Parameter, nn.Parameter] = {}
         for models, mains in (
             (self.inner.model_fp32_groups, self.inner.shard_fp32_groups),
@@ -70,27 +70,27 @@ class DistributedAdamW:
 
     @property
     def param_groups(self) -> list[dict[str, object]]:
-        """The settings by group."""
+        """Settings by group."""
         return self.inner.optimizer.param_groups
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The moments by stretch."""
+        """Moments by stretch."""
         return self.inner.optimizer.state
 
     def reduce_gradients(self) -> None:
-        """Sum the gradients over the data group; those of the stretches are in their ``grad`` afterwards.
+        """Sum the gradients over the data group into the ``grad`` of the stretches.
 
-        A parameter that no gradient came to has none, as without buffers: AdamW then passes it over.
+        A parameter without gradients gets none, as without buffers: AdamW then skips it.
         """
-        self.buffers.finish_grad_sync()  # without overlap, it starts the sum as well
+        self.buffers.finish_grad_sync()  # without overlap, this also starts the sum
         self.inner.prepare_grads()
         for parameter, stretch in self.stretches.items():
             if parameter not in self.touched:
                 stretch.grad = None
 
     def step(self) -> None:
-        """Change the weights, and gather them."""
+        """Update the weights, and gather them."""
         self.inner.step_with_ready_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -100,7 +100,7 @@ class DistributedAdamW:
         self.touched.clear()
 
     def take_weights(self) -> None:
-        """Copy the weights, which were loaded, into the stretches."""
+        """Copy the loaded weights into the stretches."""
         self.inner.reload_model_params()
 
     def memory(self) -> Iterator[Tensor]:
@@ -109,7 +109,7 @@ class DistributedAdamW:
             yield from (data for data in (buffer.param_data, buffer.grad_data) if data is not None)
 
     def span(self, parameter: nn.Parameter) -> slice:
-        """Return which elements of a parameter this process's stretch has; empty where it has none."""
+        """Return the elements of a parameter in this process's stretch; empty without one."""
         if parameter not in self.stretches:
             return slice(0, 0)
         found = self.inner._get_model_param_range_map(parameter)["param"]
@@ -117,9 +117,8 @@ class DistributedAdamW:
 
 
 def _data_parallel(module: nn.Module) -> Any:
-    """Return a module's gradient buffers."""
     distributed = megatron("distributed")
-    # Of the dimensions nothing is used. Losses are divided by their counts over all shares: gradients add up.
+    # No dimension is used. Losses are divided by their counts over all shares: gradients add up.
     config = megatron("transformer").TransformerConfig(
         num_layers=1,
         hidden_size=tensor_group().size(),

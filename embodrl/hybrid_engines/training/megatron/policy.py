@@ -1,4 +1,4 @@
-"""OpenVLA whose language model is spread over the tensor group; vision, projector and value head are whole."""
+"""OpenVLA with its language model sharded over the tensor group; vision, projector and value head are whole."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ LLAMA = "model.language_model."
 
 
 class ParallelOpenVLAPolicy(OpenVLAPolicy):
-    """What this process holds of an OpenVLA. It evaluates actions; it can't act.
+    """This process's part of an OpenVLA. It evaluates actions; it cannot act.
 
-    Args:
-        policy: whole, the same in all processes; its parts are reused, and it must not be used afterwards.
-        config: section ``model``.
+    Parts of ``policy`` are reused, so it must not be used afterwards.
 
     Raises:
-        EmbodrlError: the dimensions can't be divided evenly.
+        EmbodrlError: the dimensions cannot be divided evenly.
     """
 
     def __init__(self, policy: OpenVLAPolicy, config: ModelConfig) -> None:
@@ -53,7 +51,7 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """All processes of the tensor group must call it, with the same arguments."""
+        """Collective call: all processes of the tensor group pass the same arguments."""
         hidden, features = self.action_states(forward_inputs)
         tokens = forward_inputs["action_tokens"]
         index = self.bins.index(tokens.flatten(1))
@@ -64,13 +62,13 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
         )
 
     def predict_action_batch(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: a process holds a part of the weights.
+        """Reject the call: a process holds only a part of the weights.
 
         Raises:
             EmbodrlError: always.
         """
         raise EmbodrlError(
             "a sharded policy can't act",
-            "act with the policy of the process that rolls out",
+            "act with the policy of the rollout process",
             code="tensor-parallel-policy",
         )

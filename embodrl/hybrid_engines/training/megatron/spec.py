@@ -17,7 +17,7 @@ RULES = RuleSet()
 
 @RULES.rule(BACKEND, "model.model_type")
 def megatron_can_train(context: Context) -> Iterator[Finding]:
-    """The backend megatron has the layers of some families."""
+    """megatron supports some model families."""
     if context.family is None or not context.family.tensor_parallel:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.tensor_parallel)
         message = f"'megatron' trains {able}, and model.model_type is '{context.config.model.model_type}'"
@@ -32,20 +32,20 @@ def megatron_is_installed(context: Context) -> Iterator[Finding]:
         return
     has_layers = context.family is not None and context.family.tensor_parallel
     from_records = context.loss.learns_from_records
-    if has_layers and context.config.model.trainable != "lora" and not from_records:  # else it is of no use
+    if has_layers and context.config.model.trainable != "lora" and not from_records:  # otherwise useless
         message = "'megatron' needs the package megatron-core, which is not installed"
         hint = "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp"
         yield Finding(BACKEND, message, hint, "native, fsdp")
 
 
 def has_megatron() -> bool:
-    """Tell whether megatron-core is installed, without importing it."""
+    """Return whether megatron-core is installed, without importing it."""
     return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
 
 
 @RULES.note("actor.param_dtype", BACKEND, "cluster", "model.trainable")
 def megatron_rounds_updates_on_a_cpu(context: Context) -> Iterator[Finding]:
-    """On a CPU megatron has no float32 copies of weights in bf16."""
+    """megatron has no float32 copies of bf16 weights on a CPU."""
     config = context.config
     if config.actor.param_dtype == "bf16" and config.model.trainable != "lora" and not context.solution.gpus_per_node:
         message = (
@@ -56,18 +56,27 @@ def megatron_rounds_updates_on_a_cpu(context: Context) -> Iterator[Finding]:
         yield Finding("actor.param_dtype", message, hint, others=(BACKEND,))
 
 
+@RULES.rule(BACKEND, "actor.optim.fn")
+def megatron_has_its_own_optimizer(context: Context) -> Iterator[Finding]:
+    """megatron-core shares out AdamW's state, and no other optimizer's."""
+    if context.config.actor.optim.fn is not None:
+        message = "the backend megatron has its own AdamW"
+        hint = "set it to null, or set actor=native or actor=fsdp"
+        yield Finding("actor.optim.fn", message, hint, "null", others=(BACKEND,))
+
+
 @RULES.rule(MASTERS, BACKEND)
 def megatron_keeps_its_own_masters(context: Context) -> Iterator[Finding]:
-    """megatron-core decides by itself about float32 copies."""
+    """megatron-core itself decides about float32 copies."""
     asked = context.config.actor.optim.master_weights
     if asked != "auto":
         message = f"is {str(asked).lower()}, and megatron-core decides by itself: copies on CUDA, none on a CPU"
-        yield Finding(MASTERS, message, "leave it out, or set actor=fsdp", "auto", others=(BACKEND,))
+        yield Finding(MASTERS, message, "remove it, or set actor=fsdp", "auto", others=(BACKEND,))
 
 
 @RULES.rule("actor.training_backend", "actor.tensor_parallel_size", "model")
 def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
-    """Heads and MLP units of a model without a checkpoint can be shared out; a checkpoint's are checked later."""
+    """Heads and MLP units of a model without a checkpoint divide evenly; a checkpoint's are checked later."""
     model = context.config.model
     if not isinstance(model, OpenVlaConfig) or model.model_path is not None:
         return

@@ -1,8 +1,9 @@
-"""Log-probs and entropy of action tokens whose logits are spread over the tensor group by vocabulary.
+"""Log-probs and entropy of action tokens whose logits are sharded over the tensor group by vocabulary.
 
-The public model computes the 256 rows of lm_head that are actions and no other. So it is here: every process computes
-those that it holds, in a window of the same width in all; together the windows are a small vocabulary. Where a process
-holds fewer, the rest of its window is -inf.
+The public model computes only the 256 rows of lm_head that are actions. Likewise here: every process computes its part
+of them, in a window of the same width in all processes; together the windows form a small vocabulary. If a process
+holds fewer rows, the rest of its window is -inf.
+
 Shapes: K action bins, W width of a window, R processes.
 """
 
@@ -21,11 +22,11 @@ from embodrl.types import SamplingParams
 
 @dataclass(frozen=True)
 class Windows:
-    """Where the action ids are.
+    """Location of the action ids.
 
     Attributes:
-        rows: the action rows of this process's part of lm_head; may be empty.
-        width: W, the most that a process holds.
+        rows: the action rows in this process's part of lm_head; may be empty.
+        width: W, the maximum over the processes.
         places: ``int64[K]``: bin to id in the vocabulary of the windows, R * W in all.
     """
 
@@ -35,15 +36,7 @@ class Windows:
 
 
 def action_windows(first_id: int, num_bins: int, vocab_size: int, rank: int, size: int) -> Windows:
-    """Return the windows of action ids ``first_id`` to ``first_id + num_bins``.
-
-    Args:
-        first_id: of the bins.
-        num_bins: K.
-        vocab_size: rows of the whole lm_head; ``size`` divides it.
-        rank: of this process.
-        size: R.
-    """
+    """Return the windows of action ids ``first_id`` to ``first_id + num_bins``; ``size`` divides ``vocab_size``."""
     part = vocab_size // size
     starts = [min(max(first_id - r * part, 0), part) for r in range(size)]
     stops = [min(max(first_id + num_bins - r * part, 0), part) for r in range(size)]
@@ -56,11 +49,10 @@ class ActionDistribution:
     """The distribution over action bins; every process gets the same numbers.
 
     Args:
-        hidden: ``[...,D]``, the same in all processes.
+        hidden: ``[...,D]``, identical in all processes.
         lm_head: this process's part, without bias.
         windows: see ``action_windows``.
-        index: ``int64[...]``, the bins that were taken; they stay in the support if they have since left the top k.
-        sampling: temperature and top k.
+        index: ``int64[...]``, chosen bins; they stay in the support even if they have left the top k since.
     """
 
     def __init__(
@@ -75,7 +67,7 @@ class ActionDistribution:
         self.logits = logits
 
     def _kept(self, logits: Tensor, top_k: int) -> Tensor:
-        """Return ``bool[...,W]``: which bins of this process are in the top k of all, or were taken."""
+        """Return ``bool[...,W]``: bins of this process in the global top k, or chosen."""
         parts = [torch.empty_like(logits) for _ in range(self.group.size())]
         dist.all_gather(parts, logits.contiguous(), group=self.group)
         everywhere = torch.cat(parts, dim=-1)
@@ -85,8 +77,8 @@ class ActionDistribution:
         return keep.split(self.windows.width, dim=-1)[self.group.rank()]
 
     def log_probs(self) -> Tensor:
-        """Return the log-probs ``float32[...]`` of the bins that were taken."""
-        # The function works in place, on what entropy still needs.
+        """Return the log-probs ``float32[...]`` of the chosen bins."""
+        # In place, on a tensor that entropy still needs.
         cross_entropy = megatron("tensor_parallel.cross_entropy").vocab_parallel_cross_entropy
         return -cross_entropy(self.logits.clone(), self.taken)
 

@@ -1,4 +1,4 @@
-"""GR00T as a policy: rollout and training agree, rows are independent, files load and round-trip."""
+"""GR00T as a policy, beyond what every policy promises: robots, cameras, files."""
 
 from __future__ import annotations
 
@@ -108,11 +108,6 @@ def test_training_reproduces_the_rollout_row_by_row(method, value):
     close(policy.evaluate_actions(halves[0], SAMPLING).logprobs.roll(1, dims=0), rollout.logprobs)
 
 
-def test_values_of_observations_are_those_of_the_rollout(policy):
-    rollout = policy.predict_action_batch(observation(), "train", SAMPLING, generator())
-    close(policy.predict_values(observation()), rollout.values)
-
-
 def test_values_read_images_prompt_and_state_without_padding(policy):
     """The mean over real tokens of each row, computed one row at a time without padding, and the state's token."""
     inputs = policy.preprocess(observation())
@@ -127,33 +122,12 @@ def test_values_read_images_prompt_and_state_without_padding(policy):
     assert features.shape == (3, 32 + 20)
 
 
-def test_images_prompt_and_state_matter(policy):
-    rollout = policy.predict_action_batch(observation(), "train", SAMPLING, generator())
-    for name in ("images", "input_ids", "state"):
-        changed = {**rollout.forward_inputs, name: rollout.forward_inputs[name].flip(0)}
-        if name == "input_ids":
-            changed["attention_mask"] = rollout.forward_inputs["attention_mask"].flip(0)
-        other = policy.evaluate_actions(changed, SAMPLING)
-        assert (other.logprobs - rollout.logprobs)[0].abs().max() > 1e-4, name
-        assert (other.values - rollout.values)[0].abs().max() > 1e-5, name
-
-
 def test_cameras_are_reported_apart(policy):
     inputs = policy.preprocess(observation(1, cameras=2))
     with torch.no_grad():
         one = policy.encode(inputs).features
         two = policy.encode({**inputs, "images": inputs["images"].flip(1)}).features
     assert (one - two).abs().max() > 1e-3
-
-
-def test_seeds_decide(policy):
-    def run(seed: int, mode: str = "train") -> np.ndarray:
-        return policy.predict_action_batch(observation(), mode, SAMPLING, generator(seed)).actions
-
-    assert np.array_equal(run(1), run(1)) and not np.array_equal(run(1), run(2))
-    assert np.array_equal(run(1, "eval"), run(2, "eval"))
-    first, second = build_with_report()[0].state_dict(), build_with_report()[0].state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_training_times_are_those_of_the_public_recipe(policy):
@@ -179,22 +153,10 @@ def test_the_loss_counts_real_action_dimensions(policy):
         assert not torch.isclose(loss, (v - (batch["noise"] - batch["target"])).square().mean(), atol=1e-4)
 
 
-@pytest.mark.parametrize("freeze", [False, True])
-def test_gradients_reach_exactly_the_trainable_groups(freeze):
-    policy = build(method="flow_noise", freeze_vision=freeze)
-    groups = policy.trainable_groups()
-    assert set(groups) == {"language", "action_expert", "noise_head", "value_head"} | (set() if freeze else {"vision"})
+def test_only_the_encoder_of_the_robot_gets_gradients():
+    policy = build()
     inputs = policy.predict_action_batch(observation(), "train", SAMPLING, generator()).forward_inputs
-    out = policy.evaluate_actions(inputs, SAMPLING)
-    (out.logprobs.sum() + out.entropy.sum() + out.values.sum()).backward()
-    trained = {id(parameter) for group in groups.values() for parameter in group}
-    for name, parameter in policy.named_parameters():
-        assert parameter.requires_grad == (id(parameter) in trained), name
-        if id(parameter) in trained:
-            assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-            assert parameter.grad.abs().max() > 0, name
-        else:
-            assert parameter.grad is None, name
+    policy.evaluate_actions(inputs, SAMPLING).logprobs.sum().backward()
     used = policy.model.action_head.state_encoder.layer1.W.grad
     assert used[policy.embodiment].abs().max() > 0 and not used[1 - policy.embodiment].any()
 
@@ -203,22 +165,6 @@ def test_the_head_is_the_last_layer_of_the_decoder():
     policy = build(trainable="head", add_value_head=False)
     names = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert names == {f"model.action_head.action_decoder.layer2.{name}" for name in ("W", "b")}
-
-
-def test_gradient_checkpointing_changes_nothing():
-    policy = build()
-    batch = policy.sft_inputs(observation(), torch.rand(3, 4, 7, generator=generator()) * 2 - 1)
-
-    def gradients() -> list[torch.Tensor]:
-        policy.zero_grad()
-        policy.sft_loss(batch)[0].backward()
-        return [p.grad.clone() for p in policy.model.parameters()]
-
-    plain = gradients()
-    policy.enable_gradient_checkpointing()
-    policy.train()
-    for a, b in zip(plain, gradients(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.long  # 150 updates
@@ -241,23 +187,12 @@ def test_imitation_learns_one_batch():
     assert np.abs(found - actions[:3, :2].numpy()).mean() < 0.25
 
 
-def test_save_and_load_bit_exactly(tmp_path):
-    policy = build(method="flow_noise")
-    policy.save_pretrained(tmp_path / "saved")
-    names = {str(path.relative_to(tmp_path / "saved")) for path in (tmp_path / "saved").rglob("*") if path.is_file()}
-    assert names == {
+def test_the_files_are_those_of_the_public_layout(tmp_path):
+    build(method="flow_noise").save_pretrained(tmp_path)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == {
         *("config.json", "model.safetensors", "tokenizer.json", "experiment_cfg/metadata.json"),
         *("value_head.safetensors", "noise_head.safetensors"),
     }
-    for target in ({"warm_start": str(tmp_path / "saved")}, {"model_path": str(tmp_path / "saved")}):
-        again, report = build_with_report(seed=99, method="flow_noise", **target)
-        assert report.ok and report.num_loaded == len(policy.state_dict())
-        assert not report.initialized and not report.ignored and not report.aliased
-        for (name, a), (other, b) in zip(policy.state_dict().items(), again.state_dict().items(), strict=True):
-            assert name == other and torch.equal(a, b)
-        runs = [p.predict_action_batch(observation(), "train", SAMPLING, generator()) for p in (policy, again)]
-        assert np.array_equal(runs[0].actions, runs[1].actions)
-        assert torch.equal(runs[0].logprobs, runs[1].logprobs) and torch.equal(runs[0].values, runs[1].values)
 
 
 def test_heads_that_are_not_wanted_are_reported(tmp_path):

@@ -44,7 +44,7 @@ def test_a_key_of_an_item_is_found_with_its_index_and_without(name: str) -> None
 
 def test_a_code_has_its_messages_and_what_to_do() -> None:
     text = explain("config-unknown-key", "config-range", "env-timeout").stdout
-    assert "message:   there is no such key in" in text
+    assert "message:   no such key in" in text
     assert "hint:      give a number within the range" in text
     assert codes.CURES["env-timeout"].partition(",")[0] in text
 

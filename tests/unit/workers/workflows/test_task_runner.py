@@ -300,7 +300,7 @@ def test_ten_thousand_tasks_leave_nothing_behind() -> None:
             play()
         gc.collect()
         assert sys.getallocatedblocks() - before < 5000  # one object a task would be 20,000
-        assert not runner._ids and not runner._running and not runner._queue
+        assert not (runner._tasks.ids or runner._tasks.running or runner._tasks.queued)
 
 
 def test_close_with_work_under_way() -> None:

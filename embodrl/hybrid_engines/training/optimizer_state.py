@@ -1,4 +1,4 @@
-"""What AdamW keeps of the weights that train, by the names of a state."""
+"""The optimizer's state of the trained weights, under the names of a saved state."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from collections.abc import Container, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from embodrl.hybrid_engines.training.optimizers import KeptState
 from embodrl.hybrid_engines.training.sharding import held, like, part_of
-from embodrl.hybrid_engines.training.side_modules import ADAM_STATE
 from embodrl.hybrid_engines.training.state_shapes import MASTER
 
 
-class AdamState:
-    """Moments, and float32 copies of weights in half precision; names are ``exp_avg.NAME``, ``master.NAME``, ...
+class OptimizerState:
+    """Moments, and float32 copies of half-precision weights; names are ``exp_avg.NAME``, ``master.NAME``, ...
 
     Args:
-        policy: has the names; weights may be sharded.
-        leaves: parameter that trains -> tensor that the optimizer changes.
+        policy: provides the names; weights may be sharded.
+        leaves: trained parameter -> tensor that the optimizer updates.
         masters: the leaves that are float32 copies, by parameter.
-        optimizer: AdamW on the leaves.
-
-    Attributes:
-        trained: parameters that train, by name.
+        kept: what the optimizer keeps of each weight.
     """
 
     def __init__(
@@ -31,22 +28,24 @@ class AdamState:
         leaves: Mapping[nn.Parameter, nn.Parameter],
         masters: Mapping[nn.Parameter, nn.Parameter],
         optimizer: torch.optim.Optimizer,
+        kept: KeptState,
     ) -> None:
         self.trained = {name: p for name, p in policy.named_parameters() if p in leaves}
         self._leaves = leaves
         self._masters = masters
         self._optimizer = optimizer
+        self.kept = kept
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors as they are held, without copies; weights that were never stepped have none."""
+        """Return all tensors as stored, without copies; weights that were never stepped have none."""
         stepped = [name for name, p in self.trained.items() if self._leaves[p] in self._optimizer.state]
         return self.parts(f"{key}.{name}" for name in stepped for key in self._keys(self.trained[name]))
 
     def _keys(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        return (*ADAM_STATE, MASTER) if parameter in self._masters else ADAM_STATE
+        return (*self.kept.keys, MASTER) if parameter in self._masters else self.kept.keys
 
     def parts(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors as they are held, without copies."""
+        """Return tensors as stored, without copies."""
         return {name: self._part(name) for name in names}
 
     def _part(self, name: str) -> Tensor:
@@ -55,17 +54,17 @@ class AdamState:
         if key == MASTER:
             return like(self._masters[parameter].detach(), parameter)
         moment = self._optimizer.state[self._leaves[parameter]][key]
-        return moment if key == "step" else like(moment, parameter)
+        return moment if key in self.kept.numbers else like(moment, parameter)
 
     @torch.no_grad()
     def round_weights(self) -> None:
-        """Round the weights in half precision from their float32 copies, after a step."""
+        """Round the half-precision weights from their float32 copies, after a step."""
         for parameter, master in self._masters.items():
             held(parameter).copy_(master)
 
     @torch.no_grad()
     def take_weights(self, names: Container[str]) -> None:
-        """Copy weights that were loaded to their float32 copies."""
+        """Copy loaded weights to their float32 copies."""
         for name, parameter in self.trained.items():
             if name in names and parameter in self._masters:
                 self._masters[parameter].copy_(held(parameter))
@@ -76,25 +75,25 @@ class AdamState:
             key, _, owner = name.partition(".")
             parameter = self.trained[owner]
             leaf = self._leaves[parameter]
-            # ``step`` is a number, whole in every process.
-            part = tensor if key == "step" else part_of(tensor, parameter)
+            # A number is whole in every process.
+            part = tensor if key in self.kept.numbers else part_of(tensor, parameter)
             if key != MASTER:
-                # Moments have the precision of what the optimizer changes, whatever they were saved in.
-                dtype = part.dtype if key == "step" else leaf.dtype
-                # A copy: the optimizer changes it in place, and the saved tensor is the caller's.
+                # Moments take the precision of the optimizer's tensors, whatever they were saved in.
+                dtype = part.dtype if key in self.kept.numbers else leaf.dtype
+                # A copy: the optimizer updates it in place, and the saved tensor belongs to the caller.
                 self._optimizer.state[leaf][key] = part.to(leaf.device, dtype, copy=True)
             elif parameter in self._masters:
                 leaf.copy_(part)
 
     def make_room(self, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Make moments to be written into; return those of ``saved``, shapes and dtypes by name, that are used here."""
-        # A float32 copy is of no use where the weight itself now trains in float32.
+        """Allocate moments for loading; return the shapes and dtypes by name of the entries of ``saved`` used here."""
+        # A float32 copy is useless if the weight itself now trains in float32.
         used = {name: tensor for name, tensor in saved.items() if self._reads(name)}
         for name, tensor in used.items():
             key, _, owner = name.partition(".")
             if key != MASTER:
                 leaf = self._leaves[self.trained[owner]]
-                shape = tensor.shape if key == "step" else leaf.shape
+                shape = tensor.shape if key in self.kept.numbers else leaf.shape
                 self._optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
         return used
 
@@ -103,6 +102,6 @@ class AdamState:
         return key != MASTER or self.trained[owner] in self._masters
 
     def match_precision(self) -> None:
-        """Give loaded moments the precision of the leaves: without float32 copies they were saved in half precision."""
+        """Convert loaded moments to the leaves' precision: without float32 copies they were saved in half precision."""
         for leaf, state in self._optimizer.state.items():
-            state |= {key: moment.to(leaf.dtype) for key, moment in state.items() if key != "step"}
+            state |= {key: moment.to(leaf.dtype) for key, moment in state.items() if key not in self.kept.numbers}
