@@ -79,7 +79,7 @@ test-simulators: setup ## install Meta-World, Gymnasium and LIBERO into .venv-si
 # Separate from the other tests: vLLM is a large dependency with conflicting pins, so it gets its own environment.
 test-vllm: ## create .venv-vllm with vLLM for CPUs and run its tests there
 	@scripts/setup_vllm.sh
-	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 0 tests/vllm_engine $(ARGS)
+	@OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -n 0 tests/vllm $(ARGS)
 
 # ARGS="--scenario train --sample 50" for a part; --json FILE writes every trial.
 crash-test: setup ## cut power after every file operation of a run, damage every file, and judge the recoveries

@@ -68,7 +68,7 @@ def label(
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Label a dataset for algorithm=recap: values, advantages, and which of them are positive.
+    """Label a dataset for algorithm=recap: values, advantages, and positive frames.
 
     Trains a value function on the remaining steps of episodes (RECAP, from pi*0.6). Writes
     DIR/meta/returns_TAG.parquet, DIR/meta/advantages_TAG.parquet and DIR/meta/value_TAG; the data is unchanged.

@@ -102,7 +102,7 @@ class _Phase:
     total: int = 0
     unit: str = ""
     done: int = 0
-    start_s: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=lambda: time.monotonic())
 
     def __str__(self) -> str:
         seconds = _duration(time.monotonic() - self.start_s)

@@ -93,7 +93,7 @@ GARBAGE = {
     "a memory file that is not sealed": (send_memory(b"1", seals=0), "not sealed"),
     "deep JSON": (send_memory(b"[" * 100_000), "RecursionError"),
     "a huge array": (send_memory(json.dumps({"__ndarray__": ["<f8", [2**45], 0]}).encode()), "announced"),
-    "no JSON": (send_memory(b"\xff\xfe garbage"), "can't be read"),
+    "no JSON": (send_memory(b"\xff\xfe garbage"), "unreadable message"),
     "a wrong slot": (send_frame(Kind.OK, 9, 3), "the answer OK 9 3 instead of OK"),
     "a wrong count": (send_frame(Kind.OK, 0, 2**40), "instead of OK"),
     "a request": (send_frame(Kind.STEP, 0, 3), "the answer STEP"),

@@ -113,7 +113,9 @@ def interpreter(case: Case) -> str | None:
         if python is None:
             pytest.skip(f"embodrl env install {case.env_type} has not been run")
         return str(python)
-    missing = [name for name in case.modules if importlib.util.find_spec(name) is None]
+    # Without an origin it is no package, but a folder of that name that an earlier version of the tests left behind.
+    specs = {name: importlib.util.find_spec(name) for name in case.modules}
+    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
     if not missing:
         return None
     if ELSEWHERE is None or missing_elsewhere(ELSEWHERE, case.modules):

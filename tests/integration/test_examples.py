@@ -208,6 +208,6 @@ def test_a_model_for_rl_alone_trains_and_says_what_it_lacks(model: str, tmp_path
 def test_a_misspelt_model_of_an_extension_is_reported_with_the_nearest() -> None:
     outcome = small_vla("train", "model.model_type=smal_vla")
     assert outcome.code == 2
-    assert "there is no model 'smal_vla'" in outcome.stderr
+    assert "no model 'smal_vla'" in outcome.stderr
     assert "nearest:  small_vla" in outcome.stderr
     assert "allowed:  openvla, " in outcome.stderr and ", small_vla" in outcome.stderr

@@ -12,6 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from embodrl.config.check import in_words, model_of, section_model, unknown_key, with_every_section
+from embodrl.config.nodes import lookup
+from embodrl.config.presets import groups, load, preset_file, presets
 from embodrl.config.rules import Rule, shipped_rules
 from embodrl.config.rules.verbs import COMMANDS
 from embodrl.config.schema import AppliesIf, Config, EnvConfig, ModelConfig, env_settings, model_settings
@@ -154,6 +156,17 @@ def conditions(info: FieldInfo) -> list[str]:
 def facts_wanted(info: FieldInfo) -> list[str]:
     """Return why a key or section may have no effect with the chosen parts."""
     return [each.reason for each in info.metadata if isinstance(each, AppliesIf) and each.reason]
+
+
+def in_presets(key: str) -> str:
+    """Return the values that shipped presets of the key's section give it, each with the names of the presets."""
+    group, _, rest = key.partition(".")
+    named: dict[str, list[str]] = {}
+    for name in presets(group) if rest and group in groups() else ():
+        node = lookup(load(preset_file(group, name))[0], rest)
+        if node is not None and not node.children:
+            named.setdefault(flow(node.plain()), []).append(name)
+    return "; ".join(f"{value} in {group}={', '.join(names)}" for value, names in named.items())
 
 
 def read_by(verbs: Collection[str] | None) -> str:

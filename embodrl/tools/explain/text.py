@@ -14,6 +14,7 @@ from embodrl.tools.explain.keys import (
     conditions,
     default,
     facts_wanted,
+    in_presets,
     rules_of,
     type_of,
     verbs_of,
@@ -52,9 +53,11 @@ def _definition(setting: Setting) -> list[str]:
         facts |= {"type": type_of(info), "default": default(info), "allowed": allowed(info)}
         if facts["allowed"] == facts["type"]:
             del facts["allowed" if model_of(info.annotation) or not options_of(info.annotation, []) else "type"]
+    facts["presets"] = "" if setting.is_section else in_presets(setting.key)
     applies = list(dict.fromkeys(text for field in setting.fields for text in conditions(field)))
     facts["only with"] = " and ".join(applies)
-    facts["no effect"] = "; ".join(dict.fromkeys(text for field in setting.fields for text in facts_wanted(field)))
+    reasons = dict.fromkeys(text for field in setting.fields for text in facts_wanted(field))
+    facts["no effect"] = "; ".join(f"if {text}" for text in reasons)
     facts["read by"] = verbs_of(setting) or "all verbs with a configuration"
     return ["", *(_fact(name, text) for name, text in facts.items() if text)]
 

@@ -295,7 +295,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
 def test_an_encoder_that_died_is_reported(tmp_path: Path) -> None:
     writer = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
     writer.add(episode(0, 3))
-    encoder = writer._encoders["observation.images.front"]
+    encoder = writer._open.encoders["observation.images.front"]
     encoder._process.kill()
     encoder._process.wait()
     with raises_code("output", OutputError):

@@ -105,5 +105,6 @@ def test_no_folder_of_tests_passes_for_a_package_that_is_looked_for() -> None:
     """pytest puts the folders of tests on ``sys.path``, where a folder is a namespace package of its name."""
     sources = "".join(path.read_text() for path in (*ROOT.glob("embodrl/**/*.py"), *ROOT.glob("tests/helpers/*.py")))
     wanted = set(re.findall(r"find_spec\(\"(\w+)", sources)) | {"mujoco", "gymnasium", "libero", "metaworld", "vllm"}
-    folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()}
+    on_path = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    folders = {path.name for path in on_path if path.parent in on_path}
     assert not wanted & folders

@@ -59,7 +59,7 @@ def test_used_shards_are_removed_but_for_the_newest_of_each_collector(tmp_path):
     for name in names:
         store.put_note(name, {})
     trainer = object.__new__(StoreLearner)
-    trainer.store = store
+    trainer.weights = SimpleNamespace(store=store)
     trainer.followed = SimpleNamespace(finished=lambda: [name for name in names if name != names[1]])
     trainer.remove_used()
     assert store.names(EPISODES) == names[1:]

@@ -37,6 +37,8 @@ OPTIM = {
     "min_lr_ratio": Change(0.9),
     "critic_warmup_iterations": Change(1),
     "master_weights": Change(False, {"master_weights": "auto"}),
+    "fn": Change("torch.optim:SGD"),
+    "arguments": Change({"momentum": 0.9}, {"fn": "torch.optim:SGD"}),
 }
 ENVIRONMENTS = {
     "total_num_envs": Change(4),

@@ -1,4 +1,4 @@
-"""What of the backend vllm can be tested without vLLM; the rest is in tests/vllm_engine."""
+"""What of the backend vllm can be tested without vLLM; the rest is in tests/vllm."""
 
 from __future__ import annotations
 
