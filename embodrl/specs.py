@@ -302,6 +302,8 @@ class FunctionSpec(Entry):
             advantages.
         offline: whether it learns from a dataset, without rollouts.
         imitates: whether it learns from an expert's labels in the buffer, without critics.
+        sums_rewards: whether only the discounted sum of an episode's rewards counts, not how they are spread.
+        takes_interventions: whether it learns from what an expert or a person does in place of the policy.
         ignores: settings of section ``algorithm`` that it does not read.
         parameters: parameters in a custom function's signature, which it is passed; None if it takes all there are.
         family_kind: kind of the supported model families; "" for all.
@@ -318,6 +320,8 @@ class FunctionSpec(Entry):
     off_policy: bool = False
     offline: bool = False
     imitates: bool = False
+    sums_rewards: bool = False
+    takes_interventions: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
     family_kind: str = ""

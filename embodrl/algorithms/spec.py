@@ -41,6 +41,7 @@ GRPO = FunctionSpec(
     target="embodrl.algorithms.groups:grpo",
     description="return of the episode less the mean of its group",
     needs_groups=True,
+    sums_rewards=True,
     ignores=("gae_lambda",),
 )
 RLOO = FunctionSpec(
@@ -48,6 +49,7 @@ RLOO = FunctionSpec(
     target="embodrl.algorithms.groups:rloo",
     description="return of the episode less the mean of the others of its group",
     needs_groups=True,
+    sums_rewards=True,
     ignores=("gae_lambda",),
 )
 REINFORCE_PP = FunctionSpec(
@@ -85,6 +87,7 @@ SAC = FunctionSpec(
     target="embodrl.algorithms.off_policy:sac",
     description="soft actor-critic on a replay buffer, with demonstrations (RLPD) or without",
     off_policy=True,
+    takes_interventions=True,
 )
 DAGGER = FunctionSpec(
     name="dagger",

@@ -603,7 +603,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     ),
     _not_needed(
         "(algorithm|rollout).sampling_params.temperature_eval",
-        "evaluations are greedy, or sampled as in training: env.eval.decoding",
+        "env.eval.decoding says how evaluations decode: greedy, sampled as in training, the mean, or all",
         "env.eval.decoding",
     ),
     _key("(algorithm|rollout).sampling_params.top_k", "algorithm.sampling.top_k", "-1 becomes 0", _top_k),

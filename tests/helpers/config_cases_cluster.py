@@ -198,6 +198,12 @@ CLUSTER = [
         more=MEGATRON_MISSING,
     ),
     Wrong(
+        "a rate that the schedule replaces",
+        "actor.optim.arguments",
+        "optimizer-can-be-made",
+        ("actor.optim.fn=torch.optim:SGD", "actor.optim.arguments={lr: 100.0}"),
+    ),
+    Wrong(
         "an optimizer that does not take an argument",
         "actor.optim.arguments",
         "optimizer-can-be-made",

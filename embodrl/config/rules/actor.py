@@ -127,6 +127,10 @@ def optimizer_can_be_made(context: Context) -> Iterator[Finding]:
     optim = context.config.actor.optim
     if optim.fn is None:
         return
+    for name, key in (("lr", "actor.optim.lr"), ("weight_decay", "actor.optim.weight_decay")):
+        if name in optim.arguments:
+            message = f"{name} would have no effect: every parameter group gets {key}"
+            yield Finding("actor.optim.arguments", message, f"leave it out, and set {key}", others=(key, OPTIMIZER))
     try:
         signature = inspect.signature(import_function(optim.fn))
     except EmbodrlError as error:

@@ -458,9 +458,12 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
         - set(AlgorithmConfig.model_fields)
         - {adv.section or adv.name, loss.section or loss.name}
     ):
-        yield f"algorithm.{name}", True, f"neither adv_type nor loss_type is {name}"
+        owners = [
+            each.name for kind in (ADVANTAGES, LOSSES) for each in kind.all() if name in (each.name, each.section)
+        ]
+        yield f"algorithm.{name}", True, f"neither adv_type nor loss_type is {' or '.join(owners)}"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
-    summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1
+    summed = adv.sums_rewards and algorithm.gamma == 1
     yield "algorithm.reward_type", summed, f"{adv_type} and gamma is 1"
     weighted = config.recomputes_logprobs and not algorithm.decoupled.enabled
     yield "algorithm.engine_weight_cap", not weighted, "no log-probs are recomputed, or decoupled.cap counts"

@@ -150,7 +150,7 @@ def replay_holds_a_rollout(context: Context) -> Iterator[Finding]:
 def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
     """DAgger and interventions have an expert, which is queried before every action."""
     config = context.config
-    intervenes = config.algorithm.off_policy.interventions and config.algorithm.loss_type == "sac"
+    intervenes = config.algorithm.off_policy.interventions and context.loss.takes_interventions
     others = (f"{SECTION}.interventions" if intervenes else "algorithm.loss_type",)
     if not (context.loss.imitates or intervenes):
         return
@@ -173,7 +173,7 @@ def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
     key = f"{SECTION}.interventions"
     if not algorithm.off_policy.interventions:
         return
-    if algorithm.loss_type != "sac":
+    if not context.loss.takes_interventions:
         message = "interventions are transitions of SAC's critics, in actions"
         hint = "choose algorithm=hil_serl, or set it to false"
         yield Finding(key, message, hint, "false", others=("algorithm.loss_type",))

@@ -92,8 +92,9 @@ def tls_has_both_files(context: Context) -> Iterator[Finding]:
     for key, path in (("serve.tls_cert", serve.tls_cert), ("serve.tls_key", serve.tls_key)):
         if path is not None and path_kind(path) != "file":
             yield Finding(key, f"there is no file '{path}'", "give a file in PEM")
-    plain = [name for name in serve.protocols if not SERVE_PROTOCOLS.entry(name).has_tls]
-    if serve.tls_cert is not None and plain:
+    if serve.tls_cert is None:
+        return
+    if plain := [name for name in serve.protocols if not SERVE_PROTOCOLS.entry(name).has_tls]:
         message = f"clients of {' and '.join(plain)} have no TLS"
         yield Finding("serve.tls_cert", message, "serve it in a separate process", others=("serve.protocols",))
 

@@ -38,7 +38,10 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors as stored, without copies; weights that were never stepped have none."""
-        stepped = [name for name, p in self.trained.items() if self._leaves[p] in self._optimizer.state]
+        # An optimizer that keeps nothing does not tell which weights it has stepped, and the float32 copies matter.
+        stepped = [
+            name for name, p in self.trained.items() if not self.kept.keys or self._leaves[p] in self._optimizer.state
+        ]
         return self.parts(f"{key}.{name}" for name in stepped for key in self._keys(self.trained[name]))
 
     def _keys(self, parameter: nn.Parameter) -> tuple[str, ...]:

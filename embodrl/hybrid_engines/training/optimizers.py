@@ -51,7 +51,16 @@ def make_optimizer(groups: list[dict[str, Any]], optim: OptimConfig) -> torch.op
     """
     if optim.fn is None:
         return fused_adamw(groups, optim.betas, optim.eps)
-    made = import_function(optim.fn)(groups, **optim.arguments)
+    try:
+        made = import_function(optim.fn)(groups, **optim.arguments)
+    except EmbodrlError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        raise EmbodrlError(
+            f"'{optim.fn}' failed: {type(error).__name__}: {error}",
+            "give it arguments that it takes, and parameter groups with several weights",
+            code="optimizer-invalid",
+        ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise EmbodrlError(
             f"'{optim.fn}' returned {type(made).__name__}, not a torch.optim.Optimizer",
@@ -78,7 +87,14 @@ def kept_state(optim: OptimConfig) -> KeptState:
     weight = nn.Parameter(torch.ones(2, 3))
     weight.grad = torch.ones(2, 3)
     optimizer = make_optimizer([{"params": [weight], "weight_decay": 0.0, ROLE: "policy"}], optim)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:  # likewise
+        raise EmbodrlError(
+            f"the optimizer of '{optim.fn}' can't take a step: {type(error).__name__}: {error}",
+            "use an optimizer whose step needs no closure",
+            code="optimizer-invalid",
+        ) from error
     state = {key: value for key, value in optimizer.state[weight].items() if value is not None}
     wrong = [key for key, value in state.items() if not isinstance(value, Tensor) or value.shape not in ((), (2, 3))]
     if wrong:

@@ -106,7 +106,7 @@ def check_fit(
         keys = (*shapes.numbers, *shapes.moments)
         found = [t for key in keys if (t := moments.pop(f"{key}.{name}", None)) is not None]
         copy = moments.pop(f"{MASTER}.{name}", None)
-        if not found:
+        if not found and (copy is None or keys):
             continue  # not trained yet when the checkpoint was made
         if copy is not None:
             found.append(copy)

@@ -176,7 +176,7 @@ def _is_before_0_5(fields: Fields, directory: Path, weights: Path | None, sectio
         return True, "embedding and output layer are one: lerobot 0.4"
     keys = f"{section}.padded_state_in_prompt=false {section}.dark_bars=false"
     logger.warning(
-        "%s: lerobot 0.4.2 to 0.4.4 pads the state in the prompt of pi0.5 and pi0-FAST and puts -3 beside pictures that"
+        "%s: lerobot 0.4.2 to 0.4.4 pads the state in the prompt of pi0.5 and pi0-FAST and puts -3 next to images that"
         " are not square, 0.5.0 does neither, and without %s the files do not say which it was: 0.4 is assumed; for"
         " 0.5.0 set %s",
         directory,

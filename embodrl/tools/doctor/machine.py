@@ -106,7 +106,7 @@ def check_torchvision(torch: str | None, torchvision: str | None) -> MachineFind
     """Check torchvision: a CUDA build with a CPU torch breaks every import of transformers."""
     if torchvision is None:
         return MachineFinding("torchvision", "ok", "not installed (embodrl does not need it)")
-    text = f"{torchvision} beside torch {torch}"
+    text = f"{torchvision} with torch {torch}"
     if torch is not None and "+cpu" in torch and "+cpu" not in torchvision:
         return MachineFinding(
             "torchvision", "error", f"{text}: `import transformers` fails", "pip uninstall torchvision"

@@ -11,6 +11,7 @@ import torch
 from expect import raises_code
 from test_train_engine import make_engine
 from torch import nn
+from toy_policy import ToyPolicy
 
 from embodrl.config.schema import OptimConfig
 from embodrl.errors import CheckpointError, EmbodrlError
@@ -25,8 +26,8 @@ def drops_roles(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([weight for group in groups for weight in group["params"]])
 
 
-def engine_of(optim: OptimConfig) -> NativeTrainEngine:
-    return make_engine(optim={"fn": optim.fn, "arguments": optim.arguments})
+def engine_of(optim: OptimConfig, dtype: torch.dtype = torch.float32) -> NativeTrainEngine:
+    return make_engine(ToyPolicy().to(dtype), optim={"fn": optim.fn, "arguments": optim.arguments})
 
 
 def step(engine: NativeTrainEngine, rate: float = 0.1) -> None:
@@ -64,6 +65,12 @@ def test_what_a_function_returns_is_checked(function: str) -> None:
         make_optimizer(made, OptimConfig(fn=function))
 
 
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_a_failing_optimizer_is_named(name: str) -> None:
+    with raises_code("optimizer-invalid", EmbodrlError, name):
+        kept_state(OptimConfig(fn=f"torch.optim:{name}"))
+
+
 def test_momentum_by_hand_with_a_rate_per_group() -> None:
     engine = engine_of(MOMENTUM)
     weight = engine.state.policy_parameters[0]
@@ -78,9 +85,13 @@ def test_momentum_by_hand_with_a_rate_per_group() -> None:
 
 @pytest.mark.parametrize("optim", [MOMENTUM, OptimConfig(fn="torch.optim:SGD"), OptimConfig(fn="torch.optim:RMSprop")])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_training_continues_from_a_saved_state(optim: OptimConfig, sharded: bool, tmp_path: Path) -> None:
-    engine, other = engine_of(optim), engine_of(optim)
-    step(engine)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_continues_from_a_saved_state(
+    optim: OptimConfig, dtype: torch.dtype, sharded: bool, tmp_path: Path
+) -> None:
+    engine, other = (engine_of(optim, dtype) for _ in range(2))
+    for _ in range(3):
+        step(engine, 1e-4)
     if sharded:
         engine.save_shards(tmp_path / "state")
         other.load_shards(tmp_path / "state", engine.counters())
@@ -90,6 +101,8 @@ def test_training_continues_from_a_saved_state(optim: OptimConfig, sharded: bool
         step(each, 0.01)
     for name, tensor in engine.policy.state_dict().items():
         assert torch.equal(tensor, other.policy.state_dict()[name]), name
+    masters = zip(engine.state.masters.values(), other.state.masters.values(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in masters)
 
 
 def test_the_state_of_another_optimizer_is_refused() -> None:

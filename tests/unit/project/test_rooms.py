@@ -108,3 +108,30 @@ def test_no_folder_of_tests_passes_for_a_package_that_is_looked_for() -> None:
     on_path = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
     folders = {path.name for path in on_path if path.parent in on_path}
     assert not wanted & folders
+
+
+def test_a_run_imports_the_code_of_its_own_parts_alone(tmp_path: Path) -> None:
+    """A real iteration of parts that are not the defaults; specs, which are facts, may be read of others."""
+    code = (
+        "import embodrl, json, sys; embodrl.train(sys.argv[1:]);"
+        "print(json.dumps([name for name in sys.modules if name.startswith('embodrl.')]))"
+    )
+    settings = ["env=toy", "model=mlp", "algorithm=ppo_gaussian", "model.gaussian.hidden_sizes=[8]", "env.state=full"]
+    settings += ["env.cameras=[{height: 16, width: 16}]", "env.train.total_num_envs=4", "env.num_processes=1"]
+    settings += ["env.train.max_steps_per_rollout_epoch=20", "env.pin_cpus=false", "env.video.enabled=false"]
+    settings += ["runner.max_iterations=1", "runner.eval_interval=0", "actor.optim.critic_warmup_iterations=0"]
+    settings += ["env.eval.num_episodes=4", "env.eval.decoding=greedy", "runner.logger.console=off"]
+    settings += ["actor.global_batch_size=4", "actor.micro_batch_size=4", f"runner.output_dir={tmp_path / 'run'}"]
+    settings += ["cluster.device=cpu", "cluster.num_threads=1", "runner.logger.tensorboard=false"]
+    command = [sys.executable, "-c", code, *settings]
+    outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert outcome.returncode == 0, outcome.stderr
+    loaded = json.loads(outcome.stdout.splitlines()[-1])
+    code_of = {name.split(".")[2] for name in loaded if re.fullmatch(r"embodrl\.models\.\w+\.(policy|modeling)", name)}
+    assert code_of == {"gaussian"}
+    envs = {name.split(".")[2] for name in loaded if re.fullmatch(r"embodrl\.envs\.\w+\.env", name)}
+    assert envs <= {"toy"}, "simulators run in processes of their own"
+    engines = {
+        name for name in loaded if re.match(r"embodrl\.hybrid_engines\.(training|rollout)\.(fsdp|\w+\.engine)", name)
+    }
+    assert not engines
