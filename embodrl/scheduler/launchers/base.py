@@ -19,6 +19,9 @@ from embodrl.processes.serve import ErrorReport
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker
 
+PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
+"""The directory that contains the package, which workers import it from, installed or not."""
+
 
 @dataclass(frozen=True)
 class CallOutcome:

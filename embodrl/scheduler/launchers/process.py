@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from embodrl.config.schema import ClusterConfig
 from embodrl.deployment import ProcessPlace
@@ -23,6 +22,7 @@ from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
 from embodrl.scheduler.channel import Channel, SharedChannel
 from embodrl.scheduler.launchers.base import (
+    PACKAGE_ROOT,
     CallOutcome,
     Job,
     Launcher,
@@ -37,7 +37,6 @@ from embodrl.scheduler.messages import CODEC
 
 MODULE = "embodrl.scheduler.launchers.process_main"
 _JOIN_S = 10.0
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 class _ProcessWorker(Running):
@@ -54,7 +53,7 @@ class _ProcessWorker(Running):
             "channels": {name: (channel.capacity, channel.descriptors) for name, channel in shared.items()},
         }
         # The child imports embodrl from the same place as this process, installed or not.
-        search_path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
+        search_path = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
         self._child = ChildProcess(
             module_command(MODULE),
             start,

@@ -14,6 +14,7 @@ import pytest
 
 from embodrl.names import import_object
 from embodrl.registry import Registry
+from embodrl.scheduler.launchers.base import PACKAGE_ROOT
 from embodrl.specs import (
     ADVANTAGES,
     ENGINES,
@@ -135,3 +136,8 @@ def test_a_run_imports_the_code_of_its_own_parts_alone(tmp_path: Path) -> None:
         name for name in loaded if re.match(r"embodrl\.hybrid_engines\.(training|rollout)\.(fsdp|\w+\.engine)", name)
     }
     assert not engines
+
+
+def test_workers_import_the_package_from_the_directory_that_contains_it() -> None:
+    """Not from the package itself, where ``types.py`` would stand in for the standard library's."""
+    assert (Path(PACKAGE_ROOT) / "embodrl" / "__init__.py").is_file()

@@ -27,7 +27,17 @@ from embodrl.processes.codec import Blobs
 from embodrl.processes.liveness import Limits, start_beating, stop_requested
 from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running, free_port, hung_error, raised, settle
+from embodrl.scheduler.launchers.base import (
+    PACKAGE_ROOT,
+    CallOutcome,
+    Job,
+    Launcher,
+    Running,
+    free_port,
+    hung_error,
+    raised,
+    settle,
+)
 from embodrl.scheduler.launchers.host import Host, context_message, environment
 from embodrl.scheduler.launchers.ray.machines import RayMachine, Reservation
 from embodrl.scheduler.launchers.ray.watcher import Watcher
@@ -37,7 +47,6 @@ RESERVE_TIMEOUT_S = 60.0
 _LOOK_S = 1.0  # seconds between checks of an actor, or of the machine of one that is still starting
 _ANSWER_S = 5.0  # of a watcher
 _STACK_DUMP_S = 0.3
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 Packed = tuple[bytes, Blobs]
 
 
@@ -325,7 +334,7 @@ class RayLauncher(Launcher):
         self._owned = not self._ray.is_initialized()
         if self._owned:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token to the home directory
-            path = os.pathsep.join([_PACKAGE_ROOT, *(entry for entry in sys.path if entry)])
+            path = os.pathsep.join([PACKAGE_ROOT, *(entry for entry in sys.path if entry)])
             self._ray.init(
                 address,
                 include_dashboard=False,
