@@ -83,6 +83,7 @@ def test_a_worker_that_holds_the_interpreter_lock_is_named_with_its_stack(group:
     assert caught.value.code == "worker-hung" and "hold_the_lock" in caught.value.log_tail
 
 
+@pytest.mark.long
 def test_a_worker_that_lives_and_makes_no_progress_is_named_with_its_stack(group: WorkerGroup) -> None:
     with raises_code("worker-hung", WorkerDied) as caught:
         group.wait_for_ever().result(SOON_S)

@@ -92,7 +92,7 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
             {},
             marks=pytest.mark.long,
         ),
-        ({}, {"trainable": "lora", "lora": {"rank": 4}}),
+        pytest.param({}, {"trainable": "lora", "lora": {"rank": 4}}, marks=pytest.mark.long),
         ({"optim": {"fn": "torch.optim:SGD", "arguments": {"momentum": 0.9}, "critic_warmup_iterations": 0}}, {}),
         pytest.param({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}, marks=pytest.mark.long),
     ],
@@ -141,6 +141,7 @@ def test_gathering_in_bf16_rounds_and_no_more(two: WorkerGroup) -> None:
         assert 1e-6 < found["metrics"] < 0.1
 
 
+@pytest.mark.long
 def test_decisions_are_the_same_in_all_processes(two: WorkerGroup) -> None:
     """One process has the chunk with the NaN, and one alone might be beyond target_kl."""
     config = fsdp_config(algorithm={"update_epoch": 20, "target_kl": 1e-3})

@@ -237,7 +237,10 @@ def test_demonstrations_that_changed_are_refused_when_a_run_is_resumed(
     assert outcome.code == 1 and "replay-other-demos" in outcome.stderr
 
 
-TWO = ("actor=fsdp", "cluster.device=cpu", "cluster.component_placement={actor: '0:0-1', rollout: 0, env: 0}")
+TWO = (
+    *("actor=fsdp", "cluster.device=cpu", "cluster.component_placement={actor: '0:0-1', rollout: 0, env: 0}"),
+    "actor.micro_batch_size=32",
+)
 COMPARED = ("train/critic_loss", "train/q_mean", "train/critic_grad_norm", "train/policy_loss", "train/grad_norm")
 
 

@@ -277,7 +277,7 @@ def expected_loss(
 
 
 @pytest.mark.parametrize("logprob_type", ["token_level", "action_level", "chunk_level"])
-@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("normalized", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_stale_rollouts_give_the_formula_s_loss_and_gradients(logprob_type: str, normalized: bool) -> None:
     changes = {"adv_type": "reinforce_pp", "loss_type": "actor", "logprob_type": logprob_type}
     changes |= {"length_normalized_ratio": normalized}
