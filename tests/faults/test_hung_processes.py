@@ -187,6 +187,7 @@ def test_a_run_restarts_a_rollout_process_that_was_stopped(config: Path, tmp_pat
     assert "rollout[1] is stopped by a signal (state T)" in (run_dir / "logs" / "embodrl.log").read_text()
 
 
+@pytest.mark.long
 def test_a_run_blames_the_trainer_rank_that_was_stopped(config: Path, tmp_path: Path) -> None:
     """Rank 0 waits for it in a collective, and sees its connection end."""
     done = embodrl(

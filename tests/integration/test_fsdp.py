@@ -120,8 +120,15 @@ def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, dem
         assert found["policy"] < ROUNDING
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-@pytest.mark.parametrize("weighted", [False, True], ids=["sft and dagger", "iql and recap"])
+@pytest.mark.parametrize(
+    ("weighted", "tensor_parallel_size"),
+    [
+        pytest.param(False, 1, id="sft and dagger"),
+        pytest.param(True, 2, id="iql and recap, tensor parallel"),
+        pytest.param(True, 1, marks=pytest.mark.long, id="iql and recap"),
+        pytest.param(False, 2, marks=pytest.mark.long, id="sft and dagger, tensor parallel"),
+    ],
+)
 def test_imitation_in_two_processes_is_that_of_one(two: WorkerGroup, tensor_parallel_size: int, weighted: bool) -> None:
     config = fsdp_config(actor={"tensor_parallel_size": tensor_parallel_size})
     for found in two.compare_imitation("openvla", config, weighted).result(CALL_S):
