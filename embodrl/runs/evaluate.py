@@ -98,15 +98,13 @@ def _measure(
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool:
         check_environments(config, pool, training=False)
-        evaluator = Evaluator(config, pool, make_acting(config, policy()))
-        if decoding is not None:
-            evaluator.decodings = (decoding,)
+        only = None if decoding is None else (decoding,)
+        evaluator = Evaluator(config, pool, make_acting(config, policy()), decodings=only)
         console = config.runner.logger.console
         with Progress(axis or "eval", evaluator.num_plays, "episodes", console) as progress:
             if axis is None:
                 progress.message(compute_text(config))
-            evaluator.progress = progress.update
-            result = evaluator.run(output.videos_of(axis))
+            result = evaluator.run(output.videos_of(axis), progress.update)
         if axis is None:
             output.simulator = described(pool)
     return result

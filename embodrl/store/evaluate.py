@@ -101,10 +101,10 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         engine = make_acting(config)
         evaluator = Evaluator(config, pool, engine, should_stop=lambda: bool(stop))
         progress = Progress("eval", evaluator.num_plays, "episodes", config.runner.logger.console)
-        evaluator.progress = closing.enter_context(progress).update
+        closing.enter_context(progress)
 
         def measure() -> dict[str, object]:
-            result = evaluator.run()
+            result = evaluator.run(progress=progress.update)
             found = evaluation_of(result)
             return {
                 "success_rate": found.success_rate,

@@ -94,8 +94,7 @@ def make_hooks(
         with make_pool(config.evaluated, config.env.eval.total_num_envs) as pool:
             evaluator = Evaluator(config, pool, acting, should_stop=should_stop)
             with progress.within("evaluation", evaluator.num_plays, "episodes") as shown:
-                evaluator.progress = shown.update
-                return evaluator.run(video_dir).metrics()
+                return evaluator.run(video_dir, shown.update).metrics()
 
     return ImitationHooks(play, on_step, should_stop, validate)
 

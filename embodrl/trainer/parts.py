@@ -163,7 +163,7 @@ def acts_in_driver(
     should_stop = also_lost(engine, stopped)
     collector = make_collector(config, pool, acting, should_stop, rewards)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
-    evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
+    evaluator = Evaluator(config, pool, acting, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))

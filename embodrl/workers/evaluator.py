@@ -189,6 +189,10 @@ def chooser(engine: RolloutEngine, seed: int, decoding: Decoding) -> Choose:
     return choose
 
 
+EvalProgress = Callable[[int, str], None] | None
+"""Called now and then with the number of finished episodes, out of ``Evaluator.num_plays``, and a text."""
+
+
 class Evaluator:
     """Runs ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
 
@@ -198,10 +202,10 @@ class Evaluator:
     Args:
         pool: any started pool; its environments are rebuilt before and after, so that evaluation and training do not
             affect each other.
-        progress: called now and then with the number of finished episodes, out of ``num_plays``.
         should_stop: called before every chunk; if it returns True, ``run`` raises InterruptedError.
         make_own: returns a pool, not started, for evaluations whose environments differ from ``pool``
             (``env.eval.tasks`` and the like); each evaluation starts and closes one.
+        decodings: decodings to run, from the engine's; None for those of ``env.eval.decoding``.
 
     Raises:
         EmbodrlError: the engine lacks the decoding that ``env.eval.decoding`` names.
@@ -212,17 +216,16 @@ class Evaluator:
         config: Config,
         pool: EnvPool,
         engine: RolloutEngine,
-        progress: Callable[[int, str], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         make_own: Callable[[Config], EnvPool] | None = None,
+        decodings: tuple[Decoding, ...] | None = None,
     ) -> None:
         self.config = config.evaluated
         # Without differences, evaluate in the training environments.
         self._make_own = None if self.config is config else make_own
         self.pool = pool
         self.engine = engine
-        self.decodings = chosen_decodings(self.config, engine)
-        self.progress = progress
+        self.decodings = decodings or chosen_decodings(self.config, engine)
         self.should_stop = should_stop
 
     @property
@@ -230,16 +233,18 @@ class Evaluator:
         """Number of episodes over all decodings."""
         return self.config.env.eval.num_episodes * len(self.decodings)
 
-    def run(self, video_dir: Path | None = None) -> EvalResult:
+    def run(self, video_dir: Path | None = None, progress: EvalProgress = None) -> EvalResult:
         """Run all episodes; record videos of the first ones, with the first decoding, into ``video_dir``.
 
         Raises:
             InterruptedError: ``should_stop`` returned True; the pool is back in the state of new environments.
         """
         episodes = np.arange(self.config.env.eval.num_episodes)
-        return evaluation_result(self.config, self.run_episodes(episodes, video_dir))
+        return evaluation_result(self.config, self.run_episodes(episodes, video_dir, progress))
 
-    def run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> Played:
+    def run_episodes(
+        self, episodes: NDArray[np.int64], video_dir: Path | None = None, progress: EvalProgress = None
+    ) -> Played:
         """Run the episodes ``int64[n]`` with each decoding, like ``run``.
 
         Raises:
@@ -247,25 +252,25 @@ class Evaluator:
             EnvError: the evaluation's own pool has other actions or observations than ``pool``.
         """
         if self._make_own is None:
-            return self._run_episodes(episodes, video_dir)
+            return self._run_episodes(episodes, video_dir, progress)
         training = self.pool
         with self._make_own(self.config) as self.pool:
             try:
                 # Faults of the held-out pool count toward the run's total.
                 self.pool.recovery.faults = training.faults
                 _check_same(training.spec, self.pool.spec)
-                return self._run_episodes(episodes, video_dir)
+                return self._run_episodes(episodes, video_dir, progress)
             finally:
                 self.pool = training
 
-    def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
+    def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None, progress: EvalProgress) -> Played:
         try:
-            return self._play_all(episodes, video_dir)
+            return self._play_all(episodes, video_dir, progress)
         except (SystemExit, KeyboardInterrupt):  # a stop may come at any point
             self.pool.requests.drain()
             raise
 
-    def _play_all(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
+    def _play_all(self, episodes: NDArray[np.int64], video_dir: Path | None, progress: EvalProgress) -> Played:
         self.pool.call("rebuild", restart=True)
         # An interrupted evaluation returns to this mark (``rewind``), the state of new environments.
         self.pool.call("mark", restart=True)
@@ -278,7 +283,7 @@ class Evaluator:
         for decoding in self.decodings:
             if played:  # each decoding as if it were the only one
                 self.pool.call("rebuild", restart=True)
-            played[decoding] = self._run_decoding(decoding, episodes, None if played else video_dir)
+            played[decoding] = self._run_decoding(decoding, episodes, None if played else video_dir, progress)
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
         if goes_on:
             value = self.config.env.train.ignore_terminations
@@ -287,7 +292,9 @@ class Evaluator:
         self.engine.offload()
         return played
 
-    def _run_decoding(self, decoding: Decoding, episodes: NDArray[np.int64], video_dir: Path | None) -> EpisodeResults:
+    def _run_decoding(
+        self, decoding: Decoding, episodes: NDArray[np.int64], video_dir: Path | None, progress: EvalProgress
+    ) -> EpisodeResults:
         size = self.pool.spec.num_envs
         results = EpisodeResults(np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes))
         choose = chooser(self.engine, self.config.env.eval.seed, decoding)
@@ -308,9 +315,9 @@ class Evaluator:
                 except InterruptedError:
                     self.pool.call("rewind", restart=True)
                     raise
-                if self.progress is not None:
+                if progress is not None:
                     done = int(np.count_nonzero(~np.isnan(results.outcome[:, 0])))
-                    self.progress(done_before + done, f"{decoding}: success {_mean(results.outcome[:, 0]):.0%}")
+                    progress(done_before + done, f"{decoding}: success {_mean(results.outcome[:, 0]):.0%}")
             # Only episodes that a fault ended are NaN: a failed attempt counts.
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         return results

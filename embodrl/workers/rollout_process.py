@@ -69,7 +69,7 @@ class RolloutProcess(Worker):
         self.share = share
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         make_own = partial(held_out_pool, log_dir=logs, places=places)
-        self.evaluator = Evaluator(mine, self.pool, self.engine, None, self._should_stop, make_own)
+        self.evaluator = Evaluator(mine, self.pool, self.engine, self._should_stop, make_own)
         self.rewards = RewardWorker(config, tuple(self.pool.spec.tasks)) if config.reward.judged else None
         # SRPO judges in the driver, from the frames.
         judging = Judging(keep_frames=config.algorithm.srpo.enabled)

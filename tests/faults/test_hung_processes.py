@@ -83,6 +83,7 @@ def test_a_worker_that_holds_the_interpreter_lock_is_named_with_its_stack(group:
     assert caught.value.code == "worker-hung" and "hold_the_lock" in caught.value.log_tail
 
 
+@pytest.mark.long
 def test_a_worker_that_lives_and_makes_no_progress_is_named_with_its_stack(group: WorkerGroup) -> None:
     with raises_code("worker-hung", WorkerDied) as caught:
         group.wait_for_ever().result(SOON_S)
@@ -186,6 +187,7 @@ def test_a_run_restarts_a_rollout_process_that_was_stopped(config: Path, tmp_pat
     assert "rollout[1] is stopped by a signal (state T)" in (run_dir / "logs" / "embodrl.log").read_text()
 
 
+@pytest.mark.long
 def test_a_run_blames_the_trainer_rank_that_was_stopped(config: Path, tmp_path: Path) -> None:
     """Rank 0 waits for it in a collective, and sees its connection end."""
     done = embodrl(

@@ -112,7 +112,9 @@ class Idle:
         return PolicyOutput(np.zeros((count, 2, 7), np.float32), None, None, {})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "number"), [("start_video", 1), ("start_video", 2), ("mark", 1)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("start_video", 1), pytest.param("start_video", 2, marks=pytest.mark.long), ("mark", 1)]
+)
 def test_an_evaluation_plays_again_what_it_lost(name: str, number: int, tmp_path: Path) -> None:
     config = load_config(SETTINGS).config
     with mortal() as pool:

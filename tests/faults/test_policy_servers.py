@@ -67,6 +67,7 @@ def test_sigterm_ends_a_server_whose_model_holds_the_interpreter_lock(tmp_path):
     assert done.code in (-15, -9) and "stopped-unsaved" in done.stderr
 
 
+@pytest.mark.long
 def test_a_server_whose_model_hangs_for_good_ends_by_itself(tmp_path):
     done = hung(tmp_path, "time.sleep(1000)", "serve.stall_timeout_s=0.2", stop=False)
     assert done.code == 1

@@ -133,7 +133,8 @@ def test_a_damaged_result_of_a_finished_run_is_written_again(resumed: Path, tmp_
     assert rows(run_dir) == rows(resumed)
 
 
-@pytest.mark.parametrize("how", ["raise", *(pytest.param(how, marks=pytest.mark.long) for how in ("_exit", "exit"))])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["raise", "_exit", "exit"])
 def test_a_reward_function_that_fails_loses_no_finished_iteration(
     how: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

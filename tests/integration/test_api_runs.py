@@ -75,6 +75,7 @@ def test_training_evaluation_and_loading_from_a_script(tmp_path: Path) -> None:
     assert again.success_rate == final and again.output_dir == tmp_path / "again"
 
 
+@pytest.mark.long
 def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert result["observation_mb"] == 2.41 and result["hardware"]["cores"] >= 1
 
 
+@pytest.mark.long
 def test_end_to_end_on_an_environment_without_a_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ["env=toy", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10"]
     small += ["actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.critic_warmup_iterations=0"]

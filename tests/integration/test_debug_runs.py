@@ -40,7 +40,7 @@ MLP = [*TOY, "model=mlp", "env.state=full"]
             marks=[*with_simulator, pytest.mark.long],
             id="maniskill",
         ),
-        pytest.param(TOY, id="toy"),
+        pytest.param(TOY, marks=pytest.mark.long, id="toy"),
         # One iteration, in which the critic alone trains: a divergence of 1e-14 is all that there is to draw.
         pytest.param(
             [*TOY, "model=mlp", "env.state=full", "runner=default", "runner.max_iterations=1"], id="one point"

@@ -118,7 +118,7 @@ def test_stages_come_back_each_for_itself() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("asked", ["of the pool", "of its parts"])
+@pytest.mark.parametrize("asked", [pytest.param("of the pool", marks=pytest.mark.long), "of its parts"])
 def test_what_was_asked_for_good_lasts_where_simulators_were_away(ends: bool, asked: str) -> None:
     pool, twin = pools()
     with pool, twin:

@@ -188,7 +188,7 @@ def test_the_new_model_keeps_its_promises() -> None:
     assert outcome.code == 0 and outcome.stdout.count("ok ") == 7, outcome.stdout + outcome.stderr
 
 
-@pytest.mark.parametrize("model", ["rl_only", "rl_tied"])
+@pytest.mark.parametrize("model", ["rl_only", pytest.param("rl_tied", marks=pytest.mark.long)])
 def test_a_model_for_rl_alone_trains_and_says_what_it_lacks(model: str, tmp_path: Path) -> None:
     own = ["extensions=[rl_only]", "env=toy", f"model.model_type={model}", "model.warm_start=null"]
     checked = embodrl("model", "check", *own, "env.cameras=[{height: 16, width: 16}]")

@@ -92,7 +92,7 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
             {},
             marks=pytest.mark.long,
         ),
-        ({}, {"trainable": "lora", "lora": {"rank": 4}}),
+        pytest.param({}, {"trainable": "lora", "lora": {"rank": 4}}, marks=pytest.mark.long),
         ({"optim": {"fn": "torch.optim:SGD", "arguments": {"momentum": 0.9}, "critic_warmup_iterations": 0}}, {}),
         pytest.param({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}, marks=pytest.mark.long),
     ],
@@ -120,8 +120,15 @@ def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, dem
         assert found["policy"] < ROUNDING
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
-@pytest.mark.parametrize("weighted", [False, True], ids=["sft and dagger", "iql and recap"])
+@pytest.mark.parametrize(
+    ("weighted", "tensor_parallel_size"),
+    [
+        pytest.param(False, 1, id="sft and dagger"),
+        pytest.param(True, 2, id="iql and recap, tensor parallel"),
+        pytest.param(True, 1, marks=pytest.mark.long, id="iql and recap"),
+        pytest.param(False, 2, marks=pytest.mark.long, id="sft and dagger, tensor parallel"),
+    ],
+)
 def test_imitation_in_two_processes_is_that_of_one(two: WorkerGroup, tensor_parallel_size: int, weighted: bool) -> None:
     config = fsdp_config(actor={"tensor_parallel_size": tensor_parallel_size})
     for found in two.compare_imitation("openvla", config, weighted).result(CALL_S):
@@ -141,6 +148,7 @@ def test_gathering_in_bf16_rounds_and_no_more(two: WorkerGroup) -> None:
         assert 1e-6 < found["metrics"] < 0.1
 
 
+@pytest.mark.long
 def test_decisions_are_the_same_in_all_processes(two: WorkerGroup) -> None:
     """One process has the chunk with the NaN, and one alone might be beyond target_kl."""
     config = fsdp_config(algorithm={"update_epoch": 20, "target_kl": 1e-3})

@@ -46,8 +46,8 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "run" / "policy" / "model.safetensors")
 
 
-# test_presets.py trains with every other algorithm.
-@pytest.mark.parametrize("name", ["ppo", "dapo", "srpo"])
+# Below, ppo is compared with the loop; test_presets.py trains with every other algorithm.
+@pytest.mark.parametrize("name", ["dapo", "srpo"])
 def test_a_built_in_pipeline_trains(name: str, tmp_path: Path) -> None:
     groups = GROUPS.get(name, IN_GROUPS)
     rows = run(tmp_path / "one", f"algorithm={name}", *groups)
@@ -100,6 +100,7 @@ def build_retried(config: Config) -> Pipeline:
     return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
+@pytest.mark.long
 def test_a_node_that_is_tried_again_leaves_no_trace_but_its_count(tmp_path: Path) -> None:
     BUILT.clear()
     rows = run(tmp_path / "retried", f"pipeline.fn={__name__}:build_retried")

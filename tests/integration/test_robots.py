@@ -84,6 +84,7 @@ LEARNING = (*TASK, "env.eval.num_episodes=2", "env.video.enabled=false", "runner
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_critics_learn_from_a_person_who_corrects_a_robot(tmp_path):
     demos, controls = tmp_path / "demos", tmp_path / "controls"
     few = ("env.num_processes=1", "env.train.total_num_envs=4", "collect.num_episodes=4")

@@ -170,7 +170,10 @@ def test_an_output_directory_without_a_file_is_removed_when_the_work_fails(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
 
 
-@pytest.mark.parametrize("limit_kib", [150_000, 300_000, 450_000, 600_000, 1_500_000])
+@pytest.mark.parametrize(
+    "limit_kib",
+    [150_000, 600_000, *(pytest.param(kib, marks=pytest.mark.long) for kib in (300_000, 450_000, 1_500_000))],
+)
 def test_a_limit_of_the_shell_on_memory_is_named(limit_kib: int, tmp_path: Path) -> None:
     code = "from embodrl.cli.main import main; main()"
     arguments = ["train", "env=toy", "model.warm_start=null", f"runner.output_dir={tmp_path / 'run'}"]

@@ -80,7 +80,8 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
 def defaults_of(part: tuple[str, str]) -> str:
     """Return what decides how a preset is merged."""
     text = (CONFIGS / part[0] / f"{part[1]}.yaml").read_text()
-    return "".join(re.findall(r"^(?:# @package.*|defaults:|  - .*|  last:)$", text, re.MULTILINE))
+    kinds = re.findall(r"^(?:# @package|defaults:|  - (?:override )?|  last:)", text, re.MULTILINE)
+    return "".join(sorted(set(kinds), key=kinds.index))
 
 
 FIRST = {defaults_of(part): part for part in reversed(PRESETS)}.values()

@@ -122,7 +122,7 @@ def as_timestamps(columns: dict[str, np.ndarray]) -> None:
     columns["timestamp"] = (columns["timestamp"] * 1e6).round().astype("datetime64[us]")
 
 
-@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+@pytest.mark.parametrize("version", [pytest.param("v2.1", marks=pytest.mark.long), "v3.0"])
 @pytest.mark.parametrize("clock", [since_1970, as_timestamps])
 @pytest.mark.parametrize("frames", [1, 3])
 def test_seconds_since_1970_are_counted_from_the_episode_s_first_row(

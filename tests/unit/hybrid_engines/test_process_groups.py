@@ -74,6 +74,7 @@ def test_the_interface_is_chosen_for_the_groups_of_one_machine_only(monkeypatch:
         assert os.environ[name] == "eth7"
 
 
+@pytest.mark.long  # ten seconds of waiting
 def test_a_process_that_does_not_take_part_is_blamed_and_not_the_one_that_waits(tmp_path: Path) -> None:
     launcher = ProcessLauncher()
     channels = {"go_on": launcher.channel("go_on", 2)}

@@ -52,7 +52,7 @@ def store_of(policy: VLAPolicy, count: int) -> ReplayBuffer:
     return store
 
 
-@pytest.mark.parametrize("family", ["gaussian", "openvla"])
+@pytest.mark.parametrize("family", ["gaussian", pytest.param("openvla", marks=pytest.mark.long)])
 def test_the_policy_comes_to_act_as_it_is_told(family: str) -> None:
     learner = learner_of(family, config_of(family), 40)
     first = learner.learn(torch.Generator().manual_seed(1))

@@ -69,6 +69,7 @@ def test_targets_follow_the_critics() -> None:
         torch.testing.assert_close(target, 0.75 * before + 0.25 * critic, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long
 def test_critics_fit_the_rewards_of_a_bandit() -> None:
     """With a discount of 0 the value is the reward: the sum of the first action's first number."""
     config = config_of(warm_up=0, utd=1.0, policy_delay=10_000, value_lr=1e-2, critic_hidden_sizes=(32,))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import load_file
-from tiny_families import NETWORKS, observation, tiny_config
+from tiny_families import FAMILIES, observation, tiny_config
 
 from embodrl.config import load_config
 from embodrl.errors import OutputError
@@ -54,7 +54,14 @@ def logprobs(policy: VLAPolicy, family: str) -> torch.Tensor:
     return output.logprobs
 
 
-@pytest.mark.parametrize("family", NETWORKS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "openvla",
+        "pi05",
+        *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name not in ("openvla", "pi05")),
+    ],
+)
 def test_adapters_apart_act_bit_exactly_and_are_read_by_peft(family: str, tmp_path: Path) -> None:
     policy = trained(family, tmp_path / "base")
     lora.save_adapters(policy, tmp_path / "apart", str(tmp_path / "base"))

@@ -78,7 +78,7 @@ def test_episode_i_has_its_seed_and_task_and_success_is_counted_by_task():
     pool = ToyPool()
     done = []
     expert = Expert(pool)
-    result = Evaluator(CONFIG, pool, expert, lambda number, text: done.append(number)).run()
+    result = Evaluator(CONFIG, pool, expert).run(progress=lambda number, text: done.append(number))
     assert expert.offloads == 1
     assert pool.resets == [
         ([70, 71, 72, 73], [0, 1, 0, 1]),
@@ -139,9 +139,9 @@ def test_held_out_tasks_are_played_in_a_pool_of_their_own():
     def lost(number, text):  # a fault there is one of the run
         made[-1].faults.restarts += 1
 
-    evaluator = Evaluator(HELD_OUT, pool, Still(), lost, make_own=make_own)
+    evaluator = Evaluator(HELD_OUT, pool, Still(), make_own=make_own)
     for number in (1, 2):
-        result = evaluator.run()
+        result = evaluator.run(progress=lost)
         assert {record.task for record in result.records} == {"reach-green"} and result.episodes == 10
         assert len(made) == number and made[-1].envs == []
     assert made[0].resets[0] == ([70, 71, 72, 73], [0, 0, 0, 0])
@@ -205,7 +205,7 @@ def test_episodes_that_a_fault_has_ended_are_played_again(caplog):
     whole, pool = ToyPool(), failing_pool(SECOND_WAVE, MAX_ATTEMPTS - 1)
     done = []
     expected = Evaluator(CONFIG, whole, Expert(whole)).run()
-    result = Evaluator(CONFIG, pool, Expert(pool), lambda number, text: done.append(number)).run()
+    result = Evaluator(CONFIG, pool, Expert(pool)).run(progress=lambda number, text: done.append(number))
     assert result.records == expected.records and result.lost_episodes == 0
     assert done == [4, 4, 6, 6, 10]
     assert pool.resets[3:] == [(SECOND_WAVE, [0, 1, 0, 1])] * 2
@@ -306,8 +306,8 @@ def decoded_by(decoding):
 def test_each_decoding_plays_the_same_episodes_and_leaves_the_random_state_of_training():
     pool, engine, done = ToyPool(), drawing_engine(), []
     before = engine.random_state()
-    evaluator = Evaluator(CONFIG, pool, engine, lambda number, text: done.append(number))
-    result = evaluator.run()
+    evaluator = Evaluator(CONFIG, pool, engine)
+    result = evaluator.run(progress=lambda number, text: done.append(number))
     assert engine.random_state() == before
     assert evaluator.decodings == ("greedy", "sampled", "mean") == tuple(result.by_decoding)
     assert pool.resets == 3 * pool.resets[:3] and done == [4, 8, 10, 14, 18, 20, 24, 28, 30]

@@ -83,8 +83,10 @@ def settings_that_fit(algorithm: AlgorithmConfig) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("logprob_type", [None, "action_level", "chunk_level"])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("logprob_type", [None, pytest.param("action_level", marks=pytest.mark.long), "chunk_level"])
+@pytest.mark.parametrize(
+    "preset", ["ppo", "grpo", *(pytest.param(name, marks=pytest.mark.long) for name in PRESETS[2:])]
+)
 def test_without_staleness_it_is_plain_ppo(preset: str, logprob_type: str | None) -> None:
     base = load_config([f"algorithm={preset}", "env=toy"]).config.algorithm.model_dump()
     base |= {"logprob_type": logprob_type or base["logprob_type"], "entropy_bonus": 0.01}
@@ -277,7 +279,7 @@ def expected_loss(
 
 
 @pytest.mark.parametrize("logprob_type", ["token_level", "action_level", "chunk_level"])
-@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("normalized", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_stale_rollouts_give_the_formula_s_loss_and_gradients(logprob_type: str, normalized: bool) -> None:
     changes = {"adv_type": "reinforce_pp", "loss_type": "actor", "logprob_type": logprob_type}
     changes |= {"length_normalized_ratio": normalized}

@@ -177,7 +177,9 @@ class VllmDecoder:
             RolloutEngineError: vLLM failed now or earlier, and is unusable.
         """
         # Not the model's own load_weights: on a CPU linear layers hold packed weights, which it cannot overwrite.
-        with self._named("load the weights"), _threads(self.num_threads):
+        # How they are packed depends on the number of threads, and vLLM keeps the first way for the whole process:
+        # weights packed with another number of threads, even of another engine, would be read wrongly.
+        with self._named("load the weights"), _threads(1):
             self._runner.reload_weights(weights_iterator=iter(weights))
 
     @torch.no_grad()

@@ -258,6 +258,7 @@ def test_an_l1_head_has_no_density():
     assert drawn.value.code == evaluated.value.code == "policy-has-no-density"
 
 
+@pytest.mark.long
 def test_an_l1_head_imitates():
     """The loss by hand, and 60 steps of it."""
     policy = build(FAMILY, **EVERYTHING)

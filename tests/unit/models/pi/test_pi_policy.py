@@ -283,7 +283,7 @@ def test_without_padding_there_are_no_masks():
 # Learning ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param("pi0", marks=pytest.mark.long), "pi05"])
 def test_imitation_learns_to_see(variant: str):
     """Which of two pictures it sees decides the right action; chance leaves an error of about 1."""
     torch.manual_seed(0)

@@ -125,7 +125,6 @@ def test_what_does_not_fit_is_named(protocol, monkeypatch):
 @pytest.mark.parametrize("protocol", ["openpi", "http"])
 def test_a_server_without_a_sign_of_life_is_unreachable(protocol, monkeypatch):
     monkeypatch.setattr(clients, "PROBE_S", 0.01)
-    monkeypatch.setattr(clients, "PROBE_TIMEOUT_S", 0.05)
 
     async def run():
         async with served(protocol, cameras=("front", "wrist")) as server:
@@ -136,6 +135,7 @@ def test_a_server_without_a_sign_of_life_is_unreachable(protocol, monkeypatch):
             assert not asked.done()
             server.core.resume()
             await asked
+            monkeypatch.setattr(clients, "PROBE_TIMEOUT_S", 0.05)
             found = []
 
             def attempt():

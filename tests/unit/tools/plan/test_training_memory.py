@@ -111,10 +111,8 @@ def parsed(options: dict[str, Any]) -> ModelConfig:
     return model_settings(options["model_type"]).model_validate(options)
 
 
-SHORT = ("pi0",)
-
-
-@pytest.mark.parametrize("family", [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in FULL])
+@pytest.mark.long
+@pytest.mark.parametrize("family", FULL)
 def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     options = {"model_type": family, "warm_start": None, **FULL[family]}
     sizes = {"micro_batch_size": 1, "param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
