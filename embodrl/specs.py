@@ -403,6 +403,7 @@ class EngineSpec(Entry):
             reference to the bytes of one training process by component; "" for shares like fsdp's.
         own_weights: whether inference uses a copy of the weights, even in the training process.
         decodes_all: whether its inference supports every decoding of the model family.
+        in_processes: whether rollout processes may each have one; False: only the main process.
     """
 
     target: Callable[..., object] | str = ""
@@ -419,6 +420,7 @@ class EngineSpec(Entry):
     training_memory: str = ""
     own_weights: bool = False
     decodes_all: bool = True
+    in_processes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

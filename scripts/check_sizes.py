@@ -1,4 +1,4 @@
-"""Refuse classes that want to be two; what a function may hold is limited by ruff's C901 (complexity).
+"""Refuse classes that are too large; functions are limited by ruff's C901 (complexity).
 
 A class has at most 25 methods, 15 attributes of its own and 6 constructor arguments, and a tuple assignment names at
 most two things. What was larger when the limits were set is listed in ``LARGER`` with what it may have at most; a

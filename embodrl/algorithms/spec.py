@@ -106,7 +106,7 @@ class NftConfig(Section):
         description="contrastive: chunks rank the two mirrored velocities (pi-StepNFT); weighted: their squared errors,"
         " weighted by how good a chunk was (DiffusionNFT)",
     )
-    beta: PositiveFloat = Field(default=1.0, description="of the difference by which velocities are mirrored")
+    beta: PositiveFloat = Field(default=1.0, description="factor on v - v_old when the velocity v is mirrored at v_old")
     max_advantage: PositiveFloat = Field(default=1.0, description="advantages beyond it count as this")
 
 

@@ -168,7 +168,7 @@ def _placement(value: object, recipe: Recipe) -> Settings:
     if unknown := set(places) - {"actor", "rollout", "env"}:
         raise UnsupportedValue(f"{', '.join(sorted(unknown))}: components here are actor, rollout and env")
     if is_off_policy(recipe):
-        return {}  # off-policy learners train on one device
+        return {}  # the main process gathers off-policy rollouts, and trains unless the user places the actor
     if len({_first_rank(place) for place in places.values()}) == 1:
         # All components share the devices, as they do here by default; automatic placement uses all devices.
         return {"actor.training_backend": "fsdp", "cluster.placement": "auto"} if _many(value) else {}

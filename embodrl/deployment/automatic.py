@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from embodrl.deployment.grammar import COMPONENTS
-from embodrl.specs import LOSSES
+from embodrl.specs import ENGINES, LOSSES
 
 if TYPE_CHECKING:
     from embodrl.config.schema import Config
@@ -102,8 +102,9 @@ def _rollouts(config: Config, size: int) -> tuple[list[int], str]:
     loss = LOSSES.entry(config.algorithm.loss_type) if config.algorithm.loss_type in LOSSES else None
     if loss is not None and loss.learns_from_records:
         return [1], "this algorithm gathers and trains in one process"
-    if config.rollout.backend == "remote":
-        return [1], "rollout.backend=remote serves the main process"
+    engine = ENGINES.entry(config.rollout.backend) if config.rollout.backend in ENGINES else None
+    if engine is not None and not engine.in_processes:
+        return [1], f"rollout.backend={engine.name} serves the main process"
     if config.rollout.own_process is False:
         return [1], "rollout.own_process=false"
     simulators = config.env.num_processes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.models.load_report import LoadReport
 from embodrl.specs import MODELS, SMALL_ACTORS, ModelSpec, RegisteredName
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 
     from embodrl.config.schema import ModelConfig
     from embodrl.models.base import VLAPolicy
-from embodrl.models.load_report import LoadReport
 
 FAMILIES = {
     "openvla": "embodrl.models.openvla.spec:SPEC",

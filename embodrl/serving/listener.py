@@ -161,7 +161,13 @@ class Service:
 
 
 class Listener(ABC):
-    """One protocol at one address."""
+    """One protocol at one address.
+
+    Attributes:
+        name: registered name of the protocol.
+        scheme: scheme of its URL.
+        keys: message keys of an observation, set by the constructor (``Service.wire_map``) and printed at startup.
+    """
 
     name: str
     scheme: str

@@ -89,10 +89,11 @@ def script(
     return outcome
 
 
-def start(*args: object) -> subprocess.Popen[str]:
+def start(*args: object, search_path: Path | None = None) -> subprocess.Popen[str]:
     """Start the command line, as a child of this process."""
     command = [sys.executable, "-m", "embodrl.__main__", *map(str, args)]
-    return subprocess.Popen(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    environ = environment(search_path=search_path)
+    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def environment(stop_at: str = "", children: Path | None = None, search_path: Path | None = None) -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 
 import pytest
-from runs import Outcome, embodrl
+from runs import Outcome, embodrl, start
 
 GUEST = Path(__file__).parents[1] / "helpers" / "guest"
 RUN = """
@@ -96,18 +97,27 @@ def test_their_rules_run(config: Path) -> None:
     assert outcome.code == 2 and "code:     guest-numbers-differ" in outcome.stderr
 
 
-def test_their_small_actor_learns_on_a_frozen_policy(tmp_path: Path) -> None:
-    common = ["env=toy", "model=mlp", "env.state=full", "env.cameras=[{height: 16, width: 16}]", "env.pin_cpus=false"]
-    common += ["cluster.num_threads=1"]
-    data, base = tmp_path / "data", tmp_path / "base"
-    sizes = ["model.gaussian.hidden_sizes=[8]"]
-    outcome = guest("collect", *common, "collect.num_episodes=2", f"collect.output_dir={data}")
+COMMON = (
+    *("env=toy", "model=mlp", "env.state=full", "env.cameras=[{height: 16, width: 16}]", "env.pin_cpus=false"),
+    *("cluster.num_threads=1", "model.gaussian.hidden_sizes=[8]"),
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that was imitated for two steps."""
+    directory = tmp_path_factory.mktemp("base")
+    data, sft = directory / "data", directory / "sft"
+    outcome = guest("collect", *COMMON[:-1], "collect.num_episodes=2", f"collect.output_dir={data}")
     assert outcome.code == 0, outcome.stderr
-    few = [f"sft.data_dir={data}", "sft.max_steps=2", f"sft.output_dir={base}"]
-    outcome = guest("sft", *common, *sizes, *few)
+    outcome = guest("sft", *COMMON, f"sft.data_dir={data}", "sft.max_steps=2", f"sft.output_dir={sft}")
     assert outcome.code == 0, outcome.stderr
+    return sft / "policy"
+
+
+def test_their_small_actor_learns_on_a_frozen_policy(base: Path, tmp_path: Path) -> None:
     actor = ["algorithm=residual", "model.small_actor.kind=guest_actor", "model.guest_actor.limit=0.5"]
-    actor += [f"model.warm_start={base / 'policy'}", "algorithm.off_policy.warm_up=10", "runner.max_iterations=1"]
+    actor += [f"model.warm_start={base}", "algorithm.off_policy.warm_up=10", "runner.max_iterations=1"]
     actor += ["env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=20"]
     actor += [
         "env.video.enabled=false",
@@ -115,7 +125,7 @@ def test_their_small_actor_learns_on_a_frozen_policy(tmp_path: Path) -> None:
         "env.eval.decoding=greedy",
         "runner.eval_interval=0",
     ]
-    outcome = guest("train", *common, *sizes, *actor, f"runner.output_dir={tmp_path / 'run'}")
+    outcome = guest("train", *COMMON, *actor, f"runner.output_dir={tmp_path / 'run'}")
     assert outcome.code == 0, outcome.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["train/num_updates"] > 0
@@ -127,26 +137,28 @@ def test_their_verb_has_its_section_and_its_place_in_the_help() -> None:
     assert guest("greet", "greet.nme=Ada").code == 2
 
 
-def test_their_protocol_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener that `embodrl serve` makes, with its settings, and what it sends first."""
-    pytest.importorskip("aiohttp")
-    monkeypatch.syspath_prepend(str(GUEST))
-    from guest.specs import PROTOCOL, ProtocolConfig
+def test_their_protocol_is_served(base: Path) -> None:
+    """By the verb, with its settings."""
+    aiohttp = pytest.importorskip("aiohttp")
+    chosen = ("serve.protocols=[guest_protocol]", "serve.guest_protocol.greeting=servus")
+    server = start("serve", base, *chosen, "serve.port=0", "serve.token=secret-token", search_path=GUEST)
+    try:
+        assert server.stdout is not None
+        lines = itertools.takewhile(lambda line: line != "ready\n", server.stdout)
+        (url,) = (line.split()[-1] for line in lines if line.startswith("listening: guest_protocol"))
 
-    from embodrl.names import import_object
+        async def greeted() -> str:
+            headers = {"Authorization": "Bearer secret-token"}
+            async with aiohttp.ClientSession() as session, session.ws_connect(url, headers=headers) as socket:
+                return await socket.receive_str()
 
-    class Socket:
-        sent: list[str]
+        assert asyncio.run(greeted()) == "servus 0"
+    finally:
+        server.kill()
+        server.communicate()
 
-        async def send_str(self, text: str) -> None:
-            self.sent = [text]
 
-    listener = object.__new__(import_object(str(PROTOCOL.target)))
-    listener.settings = ProtocolConfig(greeting="servus")
-    listener.core = type("Core", (), {"version": 7})
-    socket = Socket()
-    asyncio.run(listener.converse(socket, None))
-    assert socket.sent == ["servus 7"]
+def test_their_protocol_s_settings_are_checked() -> None:
     served = ("serve.protocols=[guest_protocol]", "serve.guest_protocol.greeting=servus")
     outcome = guest("config", "validate", "env=toy", "model=mlp", *served)
     assert outcome.code == 0, outcome.stderr

@@ -10,6 +10,7 @@ from embodrl.config.rules.cluster import KEY
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_function
 from embodrl.rule_set import Finding
+from embodrl.specs import ENGINES
 
 BACKEND = "actor.training_backend"
 OPTIMIZER = "actor.optim.fn"
@@ -93,7 +94,8 @@ def backend_trains_adapters(context: Context) -> Iterator[Finding]:
     if model.trainable == "lora" and not context.training_engine.trains_adapters:
         message = f"'{backend}' has no low-rank adapters, and model.trainable is 'lora'"
         hint = "set actor=fsdp, or model.trainable=all"
-        yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.trainable",))
+        able = ", ".join(spec.name for spec in ENGINES.all() if spec.training and spec.trains_adapters)
+        yield Finding(BACKEND, message, hint, able, others=("model.trainable",))
 
 
 @rule(BACKEND, "algorithm.loss_type", "algorithm.bc_coef")
@@ -105,7 +107,8 @@ def backend_runs_the_update(context: Context) -> Iterator[Finding]:
     cause = "algorithm.loss_type" if context.loss.learns_from_records else "algorithm.bc_coef"
     message = f"'{context.config.actor.training_backend}' only updates from rollouts: it neither imitates nor trains"
     message += f" critics, which {cause} asks for"
-    yield Finding(BACKEND, message, "set actor=native or actor=fsdp", "native, fsdp", others=(cause,))
+    able = ", ".join(spec.name for spec in ENGINES.all() if spec.training and spec.every_update)
+    yield Finding(BACKEND, message, "set actor=native or actor=fsdp", able, others=(cause,))
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")

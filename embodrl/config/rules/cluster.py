@@ -76,7 +76,7 @@ def node_groups_are_sound(context: Context) -> Iterator[Finding]:
 
 @rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
 def places_exist(context: Context) -> Iterator[Finding]:
-    """Placements are readable, name existing devices, divide them evenly, and suit the backends."""
+    """Placements are readable, name existing devices and suit the backends; batches and simulators divide evenly."""
     for failure in context.solution.unplaced:
         names = failure.names
         reason = failure.reason

@@ -16,7 +16,7 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.precision", "fp32", "the actor is trained in float32"),
     ("actor.param_dtype", "fp32", "targets move by less than half precision can represent"),
     ("rollout.backend", "native", "the actor's samples are reparameterised"),
-    ("rollout.own_process", None, "the replay buffer is in the process that trains"),
+    ("rollout.own_process", None, "rollouts are stored by the main process, which acts"),
     ("rollout.workflow", None, "workflows do not keep the last observation of an episode"),
     ("runner.max_staleness", 0, "rollouts that run ahead are not stored yet"),
     ("algorithm.kl.coef", 0, "the loss has no reference"),

@@ -10,7 +10,6 @@ from embodrl.rule_set import Finding
 ACTOR = "actor.enable_offload"
 ROLLOUT = "rollout.enable_offload"
 ENV = "env.enable_offload"
-LEVEL = "env.offload_level"
 
 
 @rule(ACTOR, ROLLOUT, ENV, "runner.max_staleness")

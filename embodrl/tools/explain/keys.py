@@ -159,14 +159,19 @@ def facts_wanted(info: FieldInfo) -> list[str]:
 
 
 def in_presets(key: str) -> str:
-    """Return the values that shipped presets of the key's section give it, each with the names of the presets."""
+    """Return which shipped presets of the key's section set it, and to what."""
     group, _, rest = key.partition(".")
     named: dict[str, list[str]] = {}
     for name in presets(group) if rest and group in groups() else ():
         node = lookup(load(preset_file(group, name))[0], rest)
         if node is not None and not node.children:
             named.setdefault(flow(node.plain()), []).append(name)
-    return "; ".join(f"{value} in {group}={', '.join(names)}" for value, names in named.items())
+    return "; ".join(
+        f"{group}={', '.join(names)} sets it to {value}"
+        if len(names) == 1
+        else f"{group}={', '.join(names)} set it to {value}"
+        for value, names in named.items()
+    )
 
 
 def read_by(verbs: Collection[str] | None) -> str:

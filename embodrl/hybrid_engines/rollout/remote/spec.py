@@ -58,5 +58,6 @@ ENGINE = EngineSpec(
     rollout="embodrl.hybrid_engines.rollout.remote.engine:make_remote",
     rollout_settings=RemoteRolloutConfig,
     rules=(RULES,),
+    in_processes=False,
     description="acts through policy servers, which load the published weights",
 )

@@ -1,4 +1,4 @@
-"""A protocol of `embodrl serve`: openpi's, with a greeting."""
+"""A protocol of `embodrl serve`: a greeting on a websocket."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Listener(HttpListener):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self.settings = section_in(service.settings, "guest_protocol", ProtocolConfig)
+        self.keys = service.wire_map(self.settings, "images.{}", "state", "instruction")
 
     async def converse(self, socket: Any, client: object) -> None:
         """Send the greeting and close."""

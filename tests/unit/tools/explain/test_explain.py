@@ -24,7 +24,7 @@ def test_a_key_has_its_facts() -> None:
     assert "kl-has-a-gradient (note)" in text and "sampling-explores" not in text
     assert "read by:   collect, " in explain("algorithm.gamma").stdout
     assert "at least 0 and at most 1" in explain("algorithm.gamma").stdout
-    assert "presets:   none in algorithm=" in explain("algorithm.bootstrap_type").stdout
+    assert "presets:   algorithm=ppo sets it to none" in explain("algorithm.bootstrap_type").stdout
     assert "no effect: if the estimator uses no values" in explain("algorithm.bootstrap_type").stdout
 
 
