@@ -27,7 +27,7 @@ train: setup ## train OpenVLA on ManiSkill PushCube
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # A worker that dies ends the tests: what pytest-xdist starts in its place may hang.
 SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-test: setup ## run the tests, but for the long ones (8 to 10 minutes on two cores)
+test: setup ## run the tests, but for the long ones (about 8 minutes on two cores)
 	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
 
 # What computes otherwise on processors of another kind, limited to the instructions that all of them have.
