@@ -366,7 +366,7 @@ class WeightVersionError(WeightSyncError):
 
 
 class WeightLayoutError(WeightSyncError):
-    """Names or shapes do not match those of the receiving policy."""
+    """Names or shapes do not match the receiving policy."""
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:

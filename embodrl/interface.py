@@ -1,7 +1,7 @@
 """Meaning of actions and observations, for environments and policies. Imports nothing heavy.
 
-Either side may leave conventions unstated, which are then not compared. Environments state theirs in their spec,
-families in theirs for checkpoints of known datasets, and policies written by embodrl in ``embodrl.json``.
+Either side may leave conventions unstated, which are then not compared. An environment states its conventions in its
+spec, a family in its spec for checkpoints of known datasets, and a policy written by embodrl in ``embodrl.json``.
 """
 
 from __future__ import annotations

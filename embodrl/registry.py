@@ -105,7 +105,7 @@ class Registry(Generic[E]):
         return self.register(self.cls.make(name, target, description, facts))
 
     def names(self) -> list[str]:
-        """Return all names: built-in ones, then those of entry points, then registered ones."""
+        """Return all names: built-in, then from entry points, then registered."""
         return list(dict.fromkeys((*self.builtin, *self._discovered(), *self._entries)))
 
     def package(self, name: str) -> str | None:
@@ -157,7 +157,7 @@ class Registry(Generic[E]):
             ) from error
 
     def all(self) -> list[E]:
-        """Return all specs except those of entry points that can't be imported."""
+        """Return all specs, leaving out entry points that can't be imported."""
         found: list[E] = []
         for name in self.names():
             try:

@@ -239,7 +239,7 @@ def finish(
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:
-    """Return the origin of a value: its own or that of the list or scalar that holds it; otherwise the schema."""
+    """Return the origin of a value: its own, else the origin of the list or scalar that holds it, else the schema."""
     node = lookup(tree, key)
     if node is not None:
         return node.origin

@@ -66,7 +66,7 @@ class Extension(NamedTuple):
 
 
 class Codec:
-    """Sends plain values and those of its extensions; an extension for a class also covers its subclasses."""
+    """Sends plain values and values of its extensions' classes; an extension also covers subclasses."""
 
     def __init__(self, extensions: Mapping[type, Extension] | None = None) -> None:
         self._extensions = extensions or {}

@@ -73,7 +73,7 @@ class RunLock:
             self._lock(replacement)
         except OutputError as error:
             os.close(replacement)
-            error.add("its lock file was deleted, and another process has taken over: this one stops without saving")
+            error.add("another process has taken over after the lock file was deleted: this one stops without saving")
             raise
         os.close(self._file)
         self._file = replacement

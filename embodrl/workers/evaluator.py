@@ -205,7 +205,7 @@ class Evaluator:
         should_stop: called before every chunk; if it returns True, ``run`` raises InterruptedError.
         make_own: returns a pool, not started, for evaluations whose environments differ from ``pool``
             (``env.eval.tasks`` and the like); each evaluation starts and closes one.
-        decodings: decodings to run, from the engine's; None for those of ``env.eval.decoding``.
+        decodings: decodings to run, some of the engine's; None: as ``env.eval.decoding`` says.
 
     Raises:
         EmbodrlError: the engine lacks the decoding that ``env.eval.decoding`` names.

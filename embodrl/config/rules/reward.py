@@ -62,7 +62,7 @@ def one_reward(context: Context) -> Iterator[Finding]:
     srpo = context.config.algorithm.srpo.enabled
     keys = [key for key, there in (("reward.fn", reward.fn), ("reward.model", reward.model)) if there is not None]
     for key in keys if srpo else ():
-        message = f"SRPO replaces all rewards, including those of {key} as well"
+        message = f"SRPO replaces all rewards, so {key} would have no effect"
         yield Finding(key, message, "remove one of them", "null", others=("algorithm.srpo.enabled",))
     if len(keys) == 2:
         message = "a function and a model can't both reward an episode"

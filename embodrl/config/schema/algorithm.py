@@ -332,7 +332,7 @@ class AlgorithmConfig(Section):
     sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="sampling of actions")
 
     def arguments_of(self, kind: Literal["loss", "estimator"], needs_values: bool = True) -> dict[str, object]:
-        """Return the settings passed to the loss or estimator; ``needs_values=False`` omits those of a critic."""
+        """Return the settings passed to the loss or estimator; ``needs_values=False`` omits the critic's."""
         fields = AlgorithmConfig.model_fields
         names = [name for name in ARGUMENTS[kind] if needs_values or CRITIC not in fields[name].metadata]
         chosen = self.loss_type if kind == "loss" else self.adv_type

@@ -35,7 +35,7 @@ WIDENED: Mapping[str, type[Section]] = {
     "serve": ServeConfig,
     "cluster": ClusterConfig,
 }
-"""Sections extended by those of estimators and losses, engines, protocols and launchers."""
+"""Sections that estimators, losses, engines, protocols and launchers add their own sections to."""
 
 
 class Config(Section):

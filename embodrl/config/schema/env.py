@@ -108,7 +108,9 @@ class VideoConfig(Section):
     every_eval: Annotated[bool, RL] = Field(
         default=False, description="write videos of every evaluation, not only of the last one"
     )
-    num_episodes: PositiveInt = Field(default=6, description="recorded episodes, the first ones of the fixed seeds")
+    num_episodes: PositiveInt = Field(
+        default=6, description="number of recorded episodes, from the first fixed seed on"
+    )
     height: PositiveInt = Field(default=256, description="pixels")
     width: PositiveInt = Field(default=256, description="pixels")
     fps: PositiveInt | None = Field(

@@ -61,8 +61,8 @@ class ServeConfig(Section):
     max_wait_ms: NonNegativeFloat = Field(
         default=5.0,
         le=10_000,
-        description="milliseconds that an observation waits for those of other clients; it does not wait if all"
-        " clients of the last second have sent theirs",
+        description="milliseconds that an observation waits for other clients' observations; no wait if all"
+        " clients seen in the last second have sent one",
     )
     decoding: Literal["greedy", "sampled", "mean"] = Field(
         default="greedy",
