@@ -407,8 +407,7 @@ def _check_same(training: EnvSpec, held_out: EnvSpec) -> None:
 def evaluation_result(config: Config, played: Played) -> EvalResult:
     """Return the figures of an evaluation by decoding, from results in episode order."""
     first, *others = (_figures(config, decoding, results) for decoding, results in played.items())
-    first.decodings = {result.decoding: result for result in others}
-    return first
+    return replace(first, decodings={result.decoding: result for result in others})
 
 
 def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> EvalResult:
