@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -29,6 +31,17 @@ def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int, niceness: int
     # In threads of their own even for one task: an unprivileged thread cannot lower its niceness again.
     with ThreadPoolExecutor(num_threads, initializer=_be_nice, initargs=(niceness,)) as pool:
         return list(pool.map(lambda task: task(), tasks))
+
+
+@contextmanager
+def within_operations(num_threads: int) -> Iterator[None]:
+    """Split each operation over the cores: for the only micro-batch of a step, whose matrices are large enough."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _be_nice(niceness: int) -> None:
