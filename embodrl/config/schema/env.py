@@ -54,7 +54,7 @@ class EnvTrainConfig(Section):
     auto_reset: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
         default=True, description="start a new episode when one ends, at the end of its chunk"
     )
-    ignore_terminations: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
+    ignore_terminations: Annotated[bool, ReadBy("train", "eval", "sft", "collect", "record", "store")] = Field(
         default=False, description="only the step limit ends an episode"
     )
     use_fixed_reset_state_ids: bool = Field(
