@@ -130,15 +130,16 @@ class Trainer:
         clock = time.perf_counter()
         is_last = self.iteration == self.schedule.total
         is_due = self.schedule.is_evaluated(self.iteration)
+        every_decoding = self.schedule.is_first_or_last(self.iteration)
         self._take_late(wait=is_due)
         if is_due:
-            row |= self.evaluations.measure(self.iteration, is_last)
+            row |= self.evaluations.measure(self.iteration, is_last, every_decoding)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
         written = self.journal.add(row)
         self.pending = None
         self.is_saved = False
         if is_due:
-            self.evaluations.conclude(self.iteration, written, is_last)
+            self.evaluations.conclude(self.iteration, written, is_last, every_decoding)
         if self.is_finished or self.evaluations.regressed or self.schedule.is_saved(self.iteration):
             self.journal.view.phase("saving")
             self.learner.prepare_save()
