@@ -27,6 +27,7 @@ from embodrl.algorithms.off_policy import (
 from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.replay import ReplayBuffer, ReplayStores
+from embodrl.data.shifts import shifted_inputs
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
@@ -268,10 +269,13 @@ def _transitions(
     per_action = algorithm.reward_type == "action_level"
     rewards, lengths = chunk_return(seen.rewards, seen.valid, algorithm.gamma, per_action)
     found = n_step_return(rewards, lengths, seen.terminated, seen.acted, algorithm.gamma)
+    seen_inputs = [buffer.inputs(places), buffer.inputs(places + found.offset)]
+    if most := algorithm.off_policy.shift_pixels:
+        seen_inputs = [shifted_inputs(inputs, most, generator) for inputs in seen_inputs]
     return Batch(
         {
-            "inputs": buffer.inputs(places),
-            "next_inputs": buffer.inputs(places + found.offset),
+            "inputs": seen_inputs[0],
+            "next_inputs": seen_inputs[1],
             "actions": buffer.column("actions", places),
             "returns": found.returns,
             "discount": found.discount,

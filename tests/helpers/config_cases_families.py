@@ -295,6 +295,18 @@ FAMILIES += [
         ("algorithm.off_policy.subset=3", *SAC),
     ),
     Wrong(
+        "shifts without pictures",
+        "algorithm.off_policy.shift_pixels",
+        "pictures-can-be-shifted",
+        ("algorithm.off_policy.shift_pixels=4", *SAC),
+    ),
+    Wrong(
+        "shifts by more than a picture",
+        "algorithm.off_policy.shift_pixels",
+        "shifted-pictures-are-seen",
+        ("algorithm.off_policy.shift_pixels=64", *SAC, "model=cnn"),
+    ),
+    Wrong(
         "critics without layers",
         "algorithm.off_policy.critic_hidden_sizes",
         "off-policy-numbers-fit",

@@ -77,6 +77,17 @@ def gaussian_layers_exist(context: Context) -> Iterator[Finding]:
         yield Finding("model.gaussian.channels", message, "set it to [16,32,64,64]", f"1 to {most} numbers")
 
 
+@RULES.rule("algorithm.off_policy.shift_pixels", "model.gaussian")
+def shifted_pictures_are_seen(context: Context) -> Iterator[Finding]:
+    """A shift leaves a part of the picture."""
+    shape = context.model(GaussianModelConfig).gaussian
+    key = "algorithm.off_policy.shift_pixels"
+    if shape.use_images and context.config.algorithm.off_policy.shift_pixels >= shape.image_size:
+        message = f"nothing would be left of pictures of {shape.image_size} pixels"
+        allowed = f"0 to {shape.image_size - 1}"
+        yield Finding(key, message, "set it to 4", allowed, others=("model.gaussian.image_size",))
+
+
 @RULES.rule("model")
 def gaussian_policy_has_plain_actions(context: Context) -> Iterator[Finding]:
     """Actions are the environment's, images are whole, and all weights train."""

@@ -14,6 +14,7 @@ from tiny_families import build
 
 from embodrl.config import load_config
 from embodrl.data.replay import ReplayStores
+from embodrl.data.shifts import shifted
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState, OptimizerStep
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -101,6 +102,21 @@ def test_demonstrations_are_a_share_of_every_batch() -> None:
     known = stores.demos.inputs(torch.arange(30))["state"]
     for state, is_demo in zip(batch["inputs"]["state"], batch["is_demo"], strict=True):
         assert bool((known == state).all(1).any()) == bool(is_demo)
+
+
+def test_pictures_of_a_batch_are_shifted_by_the_draws_that_follow() -> None:
+    """Current and next ones independently, and nothing else of the batch changes."""
+    stores = ReplayStores(buffer_of(60))
+    plain = sample_transitions(stores, 8, config_of().algorithm, generator())
+    random = generator()
+    batch = sample_transitions(stores, 8, config_of(shift_pixels=2).algorithm, random)
+    again = generator()
+    stores.online.draw(8, again)
+    for part in ("inputs", "next_inputs"):
+        assert torch.equal(batch[part]["images"], shifted(plain[part]["images"], 2, again))
+        assert torch.equal(batch[part]["state"], plain[part]["state"])
+    assert torch.equal(random.get_state(), again.get_state())
+    assert all(torch.equal(batch[name], plain[name]) for name in ("actions", "returns", "discount", "is_demo"))
 
 
 def test_the_actor_imitates_the_labels_of_demonstrations() -> None:
