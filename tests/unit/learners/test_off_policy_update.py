@@ -146,6 +146,25 @@ def test_the_actor_imitates_the_labels_of_demonstrations() -> None:
         torch.testing.assert_close(with_it - without, 0.5 * own, rtol=1e-3, atol=1e-6)
 
 
+def test_an_update_encodes_each_picture_once() -> None:
+    """The actor, and imitation beside it, read the features of the critics' forward pass, of every micro-batch."""
+    config = config_of(policy_delay=1, demo_fraction=0.25)
+    algorithm = config.algorithm.model_copy(update={"bc_coef": 0.5})
+    actor = config.actor.model_copy(update={"micro_batch_size": 3})
+    config = config.model_copy(update={"algorithm": algorithm, "actor": actor})
+    update = updater_of(config).update
+    batch = sample_transitions(ReplayStores(buffer_of(60), buffer_of(30, seed=1)), 8, algorithm, generator())
+    expected = update.features(batch["inputs"]).detach()
+    encoded: list[int] = []
+    update.engine.policy.model.vision.register_forward_hook(lambda _, seen, __: encoded.append(len(seen[0])))
+    read: list[torch.Tensor] = []
+    known = update.seen_by_actor
+    update.seen_by_actor = lambda part: read.append(known(part)) or read[-1]  # type: ignore[method-assign]
+    assert "bc_loss" in update.step(batch, RATES, 1, generator())
+    assert encoded == [3, 3, 3, 3, 2, 2]
+    torch.testing.assert_close(torch.cat(read), expected)
+
+
 def test_the_actor_waits_for_the_critics() -> None:
     updater = updater_of(config_of(critic_warm_up=10))  # of 15 updates
     steps: list[int] = []
