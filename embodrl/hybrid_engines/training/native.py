@@ -14,7 +14,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.training.engine_state import HeldState
 from embodrl.hybrid_engines.training.options import EngineOptions
-from embodrl.hybrid_engines.training.parallel import add_gradients, on_threads, within_operations
+from embodrl.hybrid_engines.training.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.training.policy_engine import Leaves, PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
@@ -54,7 +54,7 @@ class NativeTrainEngine(PolicyTrainEngine):
             shared. Stale rollouts are collected during training: on a CPU, inference and simulators then have priority
             over training.
         device: device on which the policy trains.
-        num_threads: micro-batches computed in parallel on a CPU, or threads of an operation where there is only one.
+        num_threads: micro-batches computed in parallel on a CPU.
         shares_weights: the rollout uses the same tensors; False for a process that only trains.
     """
 
@@ -100,9 +100,6 @@ class NativeTrainEngine(PolicyTrainEngine):
         chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
         if self.num_threads <= 1 and not self.niceness:
             results = list(map(differentiate, chosen))
-        elif len(chosen) == 1 and not self.niceness:
-            with within_operations(self.num_threads):
-                results = [differentiate(chosen[0])]
         else:
             tasks = [partial(differentiate, rows) for rows in chosen]
             results = on_threads(tasks, self.num_threads, self.niceness)

@@ -189,7 +189,7 @@ def test_the_temperature_is_learned_if_it_has_a_rate(alpha_lr: float | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "model", "per_number"), [("sac", "mlp", -1.0), ("rlpd", "mlp", -0.5), ("dsrl", "pi0", -0.5)]
+    ("algorithm", "model", "per_number"), [("sac", "mlp", -1.0), ("rlpd", "mlp", -1.0), ("dsrl", "pi0", -0.5)]
 )
 def test_presets_aim_at_the_entropy_of_their_papers(algorithm: str, model: str, per_number: float, tmp_path: Path):
     """Nats per number of a chunk: SAC's -1, -1/2 in the code of RLPD and DSRL."""

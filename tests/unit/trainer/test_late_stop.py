@@ -138,19 +138,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[obj
     ("setting", "late", "asked"),
     [
         (RESIDENT, "rebuild 2", ""),  # before the first evaluation, in the second of two simulators
-        (RESIDENT, "set_auto_reset 1", ""),
-        (RESIDENT, "RESET 1", ""),
-        (RESIDENT, "rebuild 3", ""),  # between two decodings
-        (RESIDENT, "rebuild 7", ""),  # after the evaluation
-        (RESIDENT, "mark 3", ""),  # before the first rollout
+        pytest.param(RESIDENT, "set_auto_reset 1", "", marks=pytest.mark.long),
+        pytest.param(RESIDENT, "RESET 1", "", marks=pytest.mark.long),
+        pytest.param(RESIDENT, "rebuild 3", "", marks=pytest.mark.long),  # between two decodings
+        pytest.param(RESIDENT, "rebuild 7", "", marks=pytest.mark.long),  # after the evaluation
+        pytest.param(RESIDENT, "mark 3", "", marks=pytest.mark.long),  # before the first rollout
         (RESIDENT, "STEP 14", ""),  # in the first rollout
         (RESIDENT, "rewind 1", "STEP 14"),  # of a rollout that a stop in time has ended
-        (RESIDENT, "rebuild 9", ""),  # before the second evaluation
-        (RESIDENT, "rebuild 13", ""),  # before saving
-        (OFFLOADED, "GET_STATE 1", ""),
+        pytest.param(RESIDENT, "rebuild 9", "", marks=pytest.mark.long),  # before the second evaluation
+        pytest.param(RESIDENT, "rebuild 13", "", marks=pytest.mark.long),  # before saving
+        pytest.param(OFFLOADED, "GET_STATE 1", "", marks=pytest.mark.long),
         (OFFLOADED, "CLOSE 2", ""),
-        (OFFLOADED, "START 1", ""),
-        (OFFLOADED, "SET_STATE 2", ""),
+        pytest.param(OFFLOADED, "START 1", "", marks=pytest.mark.long),
+        pytest.param(OFFLOADED, "SET_STATE 2", "", marks=pytest.mark.long),
     ],
 )
 def test_a_late_stop_in_any_wait_loses_nothing(
