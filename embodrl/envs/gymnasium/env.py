@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,14 +56,17 @@ class _Env(Protocol):
 
 class _Options(TypedDict):
     env_id: str
-    size: tuple[int, int]
+    size: tuple[int, int] | None
     film_size: tuple[int, int]
     instruction: str
     success_key: str | None
     success_threshold: float
     max_episode_steps: int
     render_detail: str
-    draws: bool
+
+
+class _Rules(RewardOptions, total=False):
+    include_images: bool
 
 
 SUCCESS_KEYS = ("success", "is_success")
@@ -80,27 +83,25 @@ class GymnasiumSimulator(Simulator):
 
     Args:
         env_id: id for ``gymnasium.make``, including ``module:Name-v0``, which imports the module first.
-        size: height and width of images, in pixels.
+        size: height and width of images, in pixels; None: none are wanted but those of ``film``.
         film_size: height and width of ``film``, in pixels.
         instruction: language instruction for the policy.
         success_key: key of ``info``, or ``return``; None: ``success`` or ``is_success`` if present.
         success_threshold: success is a value at or above the threshold.
         max_episode_steps: replaces the environment's own limit.
         render_detail: auto, full or fast; for MuJoCo environments.
-        draws: False: no image is needed but those of ``film``.
     """
 
     def __init__(
         self,
         env_id: str,
-        size: tuple[int, int],
+        size: tuple[int, int] | None,
         film_size: tuple[int, int],
         instruction: str,
         success_key: str | None,
         success_threshold: float,
         max_episode_steps: int,
         render_detail: str,
-        draws: bool = True,
     ) -> None:
         self._id = env_id
         self._size = size
@@ -109,7 +110,7 @@ class GymnasiumSimulator(Simulator):
         self.env = _make(env_id, max_episode_steps)
         if hasattr(self.env.unwrapped, "mujoco_renderer"):
             choose_gl(required=not has_gl)
-            self._prepare_mujoco(size, render_detail)
+            self._prepare_mujoco(size or film_size, render_detail)
         self.instruction = instruction
         self.control_hz = float(self.env.metadata.get("render_fps") or self.control_hz)
         self._success_key = success_key
@@ -125,7 +126,7 @@ class GymnasiumSimulator(Simulator):
         self.state_dim = _vector_size(self.env.observation_space)
         # The first image is slow, and a free MuJoCo camera stays where the first image puts it.
         self.reset(0)
-        if draws:
+        if size is not None:
             self._frame()
 
     def _prepare_mujoco(self, size: tuple[int, int], detail: str) -> None:
@@ -162,6 +163,7 @@ class GymnasiumSimulator(Simulator):
         return float(info[self._success_key]) >= self._threshold
 
     def images(self) -> NDArray[np.uint8]:
+        assert self._size is not None, "images are wanted"
         return resized(self._frame(), *self._size)[None]
 
     def film(self) -> NDArray[np.uint8]:
@@ -326,27 +328,26 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         success_threshold: float = 0.5,
         max_episode_steps: int = 100,
         include_state: bool = False,
-        include_images: bool = True,
         max_chunk: int = 8,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
-        **rules: Unpack[RewardOptions],
+        **rules: Unpack[_Rules],
     ) -> None:
+        draws = rules.pop("include_images", True)
         self._options: _Options = {
             "env_id": id,
-            "size": (cameras[0]["height"], cameras[0]["width"]),
+            "size": (cameras[0]["height"], cameras[0]["width"]) if draws else None,
             "film_size": (video_size[0], video_size[1]),
             "instruction": instruction,
             "success_key": success_key,
             "success_threshold": success_threshold,
             "max_episode_steps": max_episode_steps,
             "render_detail": render_detail,
-            "draws": include_images,
         }
         rules.setdefault("reward_mode", "dense")
-        episode_rules = EpisodeRules(max_episode_steps, **rules)
-        super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps, include_images)
+        episode_rules = EpisodeRules(max_episode_steps, **cast(RewardOptions, rules))
+        super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps, draws)
         if action_dim is not None and action_dim != self.spec.action_dim:
             raise EnvError(
                 f"{id} takes {self.spec.action_dim} numbers per action, the policy outputs {action_dim}",
