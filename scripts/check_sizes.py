@@ -39,7 +39,7 @@ class Shape:
 
 LIMIT = Shape()
 LARGER: dict[str, Shape] = {
-    "embodrl/envs/gymnasium/env.py:GymnasiumSimulator": Shape(attributes=18, arguments=8),
+    "embodrl/envs/gymnasium/env.py:GymnasiumSimulator": Shape(attributes=16, arguments=8),
     "embodrl/envs/gymnasium/env.py:GymnasiumVectorEnv": Shape(arguments=14),
     "embodrl/envs/libero/controller.py:ArmModel": Shape(attributes=17),
     "embodrl/envs/libero/env.py:LiberoVectorEnv": Shape(arguments=16),

@@ -49,12 +49,13 @@ def curves(target: Path, title: str, runs: list[Path]) -> None:
     by_time, by_steps = figure.subplots(1, 2, sharey=True)
     for number, run in enumerate(runs):
         rows = [row for row in read(run) if row.get("eval/success_rate") is not None]
-        minutes = [row["time/elapsed_s"] / 60 for row in rows]
-        steps = [row["env_steps"] / 1000 for row in rows]
         recorded = [end for end in LINE_STYLES if f"eval/success_rate{end}" in rows[0]]
         for end in recorded:
-            rates = np.array([row[f"eval/success_rate{end}"] for row in rows])
-            errors = np.sqrt(rates * (1 - rates) / np.array([row["eval/episodes"] for row in rows]))
+            played = [row for row in rows if f"eval/success_rate{end}" in row]
+            minutes = [row["time/elapsed_s"] / 60 for row in played]
+            steps = [row["env_steps"] / 1000 for row in played]
+            rates = np.array([row[f"eval/success_rate{end}"] for row in played])
+            errors = np.sqrt(rates * (1 - rates) / np.array([row["eval/episodes"] for row in played]))
             label = f"{run_label(run)}, {end.strip('_') or 'greedy'}"
             for axis, x in ((by_time, minutes), (by_steps, steps)):
                 style = {"color": f"C{number}", "linestyle": LINE_STYLES[end] if len(recorded) > 1 else "-"}

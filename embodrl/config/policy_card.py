@@ -20,7 +20,7 @@ CARD_FILE = "embodrl.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """Adapter settings in peft's layout."""
 BUILTIN = "builtin"
-SHIPPED_POLICY = Path(__file__).parents[1] / "assets" / "openvla_tiny"
+ASSETS = Path(__file__).parents[1] / "assets"
 CAMERA_KEYS = ("name", "height", "width", "fov_rad", "eye", "target")
 
 
@@ -72,14 +72,19 @@ def _interface(config: Config) -> dict[str, object] | None:
     return asdict(found if config.model.gripper == "as_is" else replace(found, gripper=ZERO_CLOSES))
 
 
+def shipped_policy(family: str) -> Path | None:
+    """Return the directory of a family's weights that come with embodrl, which have its tiny size; None without any."""
+    ships = family in MODELS and MODELS.entry(family).builtin_warm_start
+    return ASSETS / f"{family}_tiny" if ships else None
+
+
 def policy_directory(model: ModelConfig) -> Path | None:
     """Return the local directory of the weights that a configuration names; None for random weights.
 
     For a hub repository this is its directory in the hub cache, which may lack the weights; None if it was not fetched.
     """
     if model.model_path is None and model.warm_start == BUILTIN:
-        shipped = model.model_type in MODELS and MODELS.entry(model.model_type).builtin_warm_start
-        return SHIPPED_POLICY if shipped else None
+        return shipped_policy(model.model_type)
     name = model.model_path or model.warm_start
     try:
         path = None if name is None else Path(name).expanduser()

@@ -117,8 +117,11 @@ class ReplayBuffer:
     def inputs(self, places: Tensor) -> dict[str, Tensor]:
         """Return the policy's inputs, ``[N,...]`` by name."""
         index = places % self.capacity
+        # For pictures, indexing takes ten times as long as ``index_select``.
         return {
-            name.removeprefix(INPUT): column[index] for name, column in self._columns.items() if name.startswith(INPUT)
+            name.removeprefix(INPUT): column.index_select(0, index)
+            for name, column in self._columns.items()
+            if name.startswith(INPUT)
         }
 
     def column(self, name: str, places: Tensor) -> Tensor:

@@ -52,8 +52,8 @@ class Learner(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, video_dir: Path | None) -> Row:
-        """Evaluate the policy; return the metrics.
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> Row:
+        """Evaluate the policy with ``every_decoding`` or with that of evaluations on the way; return the metrics.
 
         Raises:
             InterruptedError: the run is stopping.

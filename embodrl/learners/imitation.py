@@ -89,7 +89,7 @@ class ImitationHooks:
         validate: measures the policy on held-out demonstrations; None without any.
     """
 
-    play: Callable[[Path | None], Row]
+    play: Callable[[Path | None, bool], Row]
     on_step: Callable[[int, Mapping[str, float]], None]
     should_stop: Callable[[], bool]
     validate: Callable[[], Mapping[str, float]] | None = None
@@ -199,11 +199,11 @@ class ImitationLearner(Learner):
         self._update.complete()
         return metrics | {"lr": rate}
 
-    def evaluate(self, video_dir: Path | None) -> Row:
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> Row:
         self.engine.fetch()
         if self.config.actor.enable_offload:
             self.engine.offload()
-        return self.hooks.play(video_dir)
+        return self.hooks.play(video_dir, every_decoding)
 
     def state(self) -> LearnerState:
         data_rng, order = self.batches.state()

@@ -27,11 +27,11 @@ from embodrl.algorithms.off_policy import (
 from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.replay import ReplayBuffer, ReplayStores
+from embodrl.data.shifts import shifted_inputs
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.learners.base import LearnerState
-from embodrl.learners.imitation_update import sft_loss
 from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.update import Update
 from embodrl.models.base import OffPolicyActor
@@ -94,9 +94,11 @@ class OffPolicyUpdate(Update):
         """
         self.engine.onload()
         self.set_rates(rates)
-        metrics = self.update_critic(batch, generator)
+        # Pictures are encoded once: the actor reads what the critics saw before their step, as in DrQ-v2.
+        seen = torch.zeros(len(batch), self.actor.feature_dim, device=self.engine.device)
+        metrics = self.update_critic(batch.replace(row=torch.arange(len(batch))), generator, seen)
         if number > self.settings.critic_warm_up and number % self.settings.policy_delay == 0:
-            metrics |= self.update_actor(batch, number, generator)
+            metrics |= self.update_actor(batch.replace(seen=seen), number, generator)
         return metrics
 
     def alpha(self) -> float:
@@ -115,13 +117,23 @@ class OffPolicyUpdate(Update):
         [seen] = self.engine.run(lambda policy: (cast(OffPolicyActor, policy).features(inputs),))
         return cast(Tensor, seen)
 
+    def seen_by_actor(self, part: Batch) -> Tensor:
+        """Return features ``float32[B,F]`` without gradients, since only the critics train the encoder."""
+        if "seen" in part:
+            return part["seen"]
+        with torch.no_grad():
+            return self.features(part["inputs"])
+
     def sample(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return actions ``float32[B,C,A]`` and log-probs ``float32[B]`` of the actor."""
         outputs = self.engine.run(lambda policy: cast(OffPolicyActor, policy).sample_chunk(features, noise))
         return cast("tuple[Tensor, Tensor]", outputs)
 
-    def update_critic(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        """Step on the squared errors of the critics, and update the targets."""
+    def update_critic(self, batch: Batch, generator: torch.Generator, seen: Tensor | None = None) -> dict[str, float]:
+        """Step on the squared errors of the critics, and update the targets.
+
+        ``seen``, ``float32[B,F]``, receives the features of this process's rows; ``batch`` then has their ``row``.
+        """
         settings = self.settings
         device = self.engine.device
         minimum = settings.target_q == "min"
@@ -131,12 +143,15 @@ class OffPolicyUpdate(Update):
 
         def loss_of(part: Batch) -> LossOutput:
             with torch.no_grad():
-                seen = self.features(part["next_inputs"])
-                actions, logprobs = self.sample(seen, part["noise"])
-                next_q = self.target(seen, actions, chosen)
+                following = self.features(part["next_inputs"])
+                actions, logprobs = self.sample(following, part["noise"])
+                next_q = self.target(following, actions, chosen)
                 backup = (next_q, logprobs, alpha, settings.backup_entropy, minimum)
                 target = soft_target(part["returns"], part["discount"], *backup)
-            q = self.critic(self.features(part["inputs"]), part["actions"])
+            features = self.features(part["inputs"])
+            if seen is not None:
+                seen[part["row"]] = features.detach()
+            q = self.critic(features, part["actions"])
             # Divided by the whole batch, so that the losses of the micro-batches add up.
             loss = critic_loss(q, target).sum() / total
             return LossOutput(loss, {"q_mean": q.detach().mean(0).sum() / total, "target_mean": target.sum() / total})
@@ -155,19 +170,17 @@ class OffPolicyUpdate(Update):
         bc_coef = self.config.algorithm.bc_coef
         alpha = float(self.log_alpha.detach().exp())
         total = len(batch)
-        labelled = batch["label_mask"].sum().clamp_min(1)
+        labelled = float(batch["label_mask"].sum().clamp_min(1))
 
         def loss_of(part: Batch) -> LossOutput:
-            # Only the critics train the encoder.
-            with torch.no_grad():
-                seen = self.features(part["inputs"])
+            seen = self.seen_by_actor(part)
             actions, logprobs = self.sample(seen, part["noise"])
             loss = sac(logprobs, self.critic(seen, actions), alpha, self.settings.actor_q == "min").sum() / total
             metrics = {"entropy": -logprobs.detach().sum() / total}
             if bc_coef:
-                demos = {**part["inputs"], "target": part["labels"], "action_mask": part["label_mask"]}
-                share = part["label_mask"].sum() / labelled
-                bc_loss = sft_loss(self.engine, demos, 0.0)[0] * share
+                greedy = self.sample(seen, torch.zeros_like(part["noise"]))[0]
+                error = (greedy - part["labels"]).square().mean(-1)
+                bc_loss = (error * part["label_mask"]).sum() / labelled
                 loss = loss + bc_coef * bc_loss
                 metrics["bc_loss"] = bc_loss.detach()
             return LossOutput(loss, metrics)
@@ -268,10 +281,13 @@ def _transitions(
     per_action = algorithm.reward_type == "action_level"
     rewards, lengths = chunk_return(seen.rewards, seen.valid, algorithm.gamma, per_action)
     found = n_step_return(rewards, lengths, seen.terminated, seen.acted, algorithm.gamma)
+    seen_inputs = [buffer.inputs(places), buffer.inputs(places + found.offset)]
+    if most := algorithm.off_policy.shift_pixels:
+        seen_inputs = [shifted_inputs(inputs, most, generator) for inputs in seen_inputs]
     return Batch(
         {
-            "inputs": buffer.inputs(places),
-            "next_inputs": buffer.inputs(places + found.offset),
+            "inputs": seen_inputs[0],
+            "next_inputs": seen_inputs[1],
             "actions": buffer.column("actions", places),
             "returns": found.returns,
             "discount": found.discount,

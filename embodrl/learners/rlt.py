@@ -33,8 +33,7 @@ class RltUpdate(OffPolicyUpdate):
         bc_weight = ramp(settings.bc_weight, settings.bc_weight_end, update, settings.ramp_updates)
 
         def loss_of(part: Batch) -> LossOutput:
-            with torch.no_grad():
-                seen = self.features(part["inputs"])
+            seen = self.seen_by_actor(part)
 
             def choose(policy: VLAPolicy) -> tuple[Tensor, Tensor]:
                 policy = cast(ReferencePolicy, policy)

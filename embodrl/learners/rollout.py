@@ -161,10 +161,10 @@ class RolloutLearner(Learner):
             self.parts.rollouts.collector.undo()
             self._before = None
 
-    def evaluate(self, video_dir: Path | None) -> Row:
-        self._show_phase("evaluation", "evaluation")
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> Row:
+        self._show_phase("evaluation", "evaluation", self.parts.rollouts.num_decodings(every_decoding))
         self.phases.enter("act")
-        return self.parts.rollouts.evaluate(video_dir).metrics()
+        return self.parts.rollouts.evaluate(video_dir, every_decoding).metrics()
 
     def prepare_save(self) -> None:
         self.parts.rollouts.collector.reset_history()
@@ -227,7 +227,7 @@ class RolloutLearner(Learner):
         self.is_updating = self.is_updating or node.role in CHANGES
         self._show_phase(node.name, node.role)
 
-    def _show_phase(self, name: str, role: str) -> None:
+    def _show_phase(self, name: str, role: str, decodings: int = 0) -> None:
         """Show the number of chunks of a phase, if this process steps through them."""
         config = self.config
         chunks = 0
@@ -235,7 +235,6 @@ class RolloutLearner(Learner):
         if role == "rollout" and local and config.runner.max_staleness == 0:
             chunks = config.algorithm.rollout_epoch * config.rollout_chunks
         elif role == "evaluation" and local:
-            decodings = self.parts.rollouts.num_decodings
             waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs) * decodings
             chunks = waves * -(-config.evaluated.env.max_episode_steps // config.model.num_action_chunks)
         self._callbacks.show_phase(name, chunks)

@@ -19,7 +19,16 @@ from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
 from embodrl.reporting.metrics_file import METRICS_FILE, SFT_METRICS_FILE, is_imitation, metrics_path, read_metrics
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
 from embodrl.reporting.provenance import PROVENANCE_FILE, read_provenance
-from embodrl.reporting.rows import elapsed_s, is_number, lookup, number, other_rates, points, setting_text, task_names
+from embodrl.reporting.rows import (
+    elapsed_s,
+    is_number,
+    last_other_rates,
+    lookup,
+    number,
+    points,
+    setting_text,
+    task_names,
+)
 from embodrl.reporting.run_files import CONFIG_FILE, own_files, read_run_config
 from embodrl.storage.json_file import write_text_file
 
@@ -121,8 +130,9 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
             found.append(
                 (f"{100 * best['eval/success_rate']:.1f} %", f"best evaluation, iteration {best['iteration']}")
             )
-        for name, rate in other_rates(last).items():
-            found.append((f"{100 * rate:.1f} %", f"evaluation success, {name} actions"))
+        others, iteration = last_other_rates(evaluated)
+        when = "" if iteration is None else f", iteration {iteration}"
+        found += [(f"{100 * rate:.1f} %", f"evaluation success, {name} actions{when}") for name, rate in others.items()]
     seconds = elapsed_s(rows)[-1]
     found.append((f"{seconds / 60:.1f} min", "wall time"))
     if is_imitation(rows):
@@ -168,7 +178,7 @@ def _success(rows: Rows, config: Mapping[str, object]) -> str:
             dots=True,
         ),
     ]
-    for name, colour in (("sampled", "c1"), ("mean", "c2")):
+    for name, colour in (("sampled", "c1"), ("mean", "c2"), ("greedy", "c3")):
         found = points(evaluated, f"eval/success_rate_{name}")
         series += [Series(f"evaluation, {name} actions", found, colour, dots=True)] if found else []
     charts = [line_chart("Success rate", series, percent=True, y_range=(0.0, 1.0), wide=True)]

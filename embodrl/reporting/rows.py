@@ -34,6 +34,17 @@ def other_rates(row: Mapping[str, Any]) -> dict[str, float]:
     return {key.removeprefix(prefix): float(row[key]) for key in row if key.startswith(prefix) and is_number(row[key])}
 
 
+def last_other_rates(evaluated: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], int | None]:
+    """Return ``other_rates`` of the last row with any, and its iteration unless it is the last row's.
+
+    Evaluations on the way may have the main decoding alone.
+    """
+    for row in reversed(evaluated):
+        if rates := other_rates(row):
+            return rates, None if row is evaluated[-1] else row["iteration"]
+    return {}, None
+
+
 def task_names(rows: Sequence[Row], prefix: str) -> list[str]:
     """Return the tasks whose success the rows have, in order; ``prefix`` is ``eval`` or ``rollout``."""
     return list(

@@ -257,9 +257,9 @@ class MetricsLogger:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise output_error(f"{self.path} can't be written", self.path, error, ELSEWHERE_OF_RUNS) from error
-        self.content += line
         for name in list(self._trackers):
             self._guard(name, lambda tracker: tracker.log(row, int(metrics["iteration"] or 0)))
+        self.content += line  # last: a checkpoint after an interruption has either the row or its evaluation pending
         return row
 
     def _guard(self, name: str, call: Callable[[Tracker], None]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from embodrl.config import LoadedConfig
-from embodrl.config.policy_card import SHIPPED_POLICY, policy_directory
+from embodrl.config.policy_card import policy_directory, shipped_policy
 from embodrl.config.schema import Config
 from embodrl.processes.ending import leave, owns_process
 from embodrl.runs.policies import PolicySource
@@ -25,7 +25,7 @@ def describe(config: Config, source: PolicySource | None) -> Iterator[str]:
         origin = f"of {source.checkpoint.path}"
     elif model.model_path is not None:
         origin = f"of {model.model_path}"
-    elif policy_directory(model) == SHIPPED_POLICY:
+    elif (directory := policy_directory(model)) is not None and directory == shipped_policy(model.model_type):
         origin = "as shipped: a tiny one that pushes a cube in the simulator; name a run or a policy to serve yours"
     else:
         origin = "with random weights" if model.warm_start is None else f"of {model.warm_start}"

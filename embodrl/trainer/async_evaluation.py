@@ -29,7 +29,7 @@ from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
 from embodrl.workers.collector import Share, share_config
-from embodrl.workers.evaluator import Evaluator, evaluation_result, join_results
+from embodrl.workers.evaluator import Evaluator, evaluation_result, join_results, run_decodings
 from embodrl.workers.parts import make_share
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,9 @@ class EvaluationProcess(Worker):
         self._pool.close()
 
     @dispatch()
-    def evaluate(self, iteration: int, version: int, video_dir: str | None, best: float | None) -> EvaluationAnswer:
+    def evaluate(
+        self, iteration: int, version: int, video_dir: str | None, best: float | None, every_decoding: bool
+    ) -> EvaluationAnswer:
         """Evaluate the newest weights, and export them if they beat ``best``; None exports nothing.
 
         Raises:
@@ -85,7 +87,9 @@ class EvaluationProcess(Worker):
         episodes = np.arange(self._evaluator.config.env.eval.num_episodes)
         where = None if video_dir is None else Path(video_dir)
         shares = np.array_split(episodes, self._share.count)
-        results = join_results([self._evaluator.run_episodes(share, where) for share in shares], sum)
+        decodings = run_decodings(self._evaluator.config, self._engine, every_decoding)
+        played = [self._evaluator.run_episodes(share, where, decodings=decodings) for share in shares]
+        results = join_results(played, sum)
         result = evaluation_result(self._evaluator.config, results)
         is_best = best is not None and result.success_rate > best
         return {
@@ -112,6 +116,7 @@ class PendingEvaluation:
     version: int
     video_dir: str | None
     best: float | None
+    every_decoding: bool
 
 
 class AsyncEvaluator:
@@ -247,7 +252,9 @@ def unfinished_evaluation(checkpoint: Checkpoint) -> PendingEvaluation | None:
         return None
     saved = checkpoint.state.fields("evaluation")
     best = None if saved.content.get("best") is None else saved.number("best")
-    return PendingEvaluation(saved.integer("iteration"), saved.integer("version"), saved.text("video_dir", None), best)
+    every = saved.flag("every_decoding", True)  # earlier checkpoints lack it
+    where = saved.text("video_dir", None)
+    return PendingEvaluation(saved.integer("iteration"), saved.integer("version"), where, best, every)
 
 
 def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRICS_FILE) -> Row | None:

@@ -76,18 +76,20 @@ class Evaluations:
             engine = self.learner.engine
             self.async_evaluator.continue_from(engine.version, engine.weights, self._unfinished)
 
-    def measure(self, iteration: int, is_last: bool) -> Row:
+    def measure(self, iteration: int, is_last: bool, every_decoding: bool) -> Row:
         """Evaluate now, unless evaluations run in parallel; return the metrics.
 
         Raises:
             InterruptedError: a signal arrived during the evaluation.
         """
-        return self.learner.evaluate(self._video_dir(iteration, is_last)) if self.async_evaluator is None else {}
+        if self.async_evaluator is not None:
+            return {}
+        return self.learner.evaluate(self._video_dir(iteration, is_last), every_decoding)
 
-    def conclude(self, iteration: int, row: Row, is_last: bool) -> None:
+    def conclude(self, iteration: int, row: Row, is_last: bool, every_decoding: bool) -> None:
         """Draw the conclusions of an evaluation whose row is written, or begin a parallel one."""
         if self.async_evaluator is not None:
-            self._begin_async(iteration, is_last)
+            self._begin_async(iteration, is_last, every_decoding)
             return
         self.regressed = self._regression(len(self.journal.rows))
         if self.session.config.runner.keep_best and iteration:
@@ -145,7 +147,7 @@ class Evaluations:
         wanted = self.learner.records_videos and video.enabled and (is_last or video.every_eval)
         return self.session.directory / "videos" / f"iteration_{iteration:04d}" if wanted else None
 
-    def _begin_async(self, iteration: int, is_last: bool) -> None:
+    def _begin_async(self, iteration: int, is_last: bool, every_decoding: bool) -> None:
         """Begin an evaluation unless the previous one ended the run; wait for the last iteration's."""
         assert self.async_evaluator is not None
         if self.is_solved or self.regressed:
@@ -158,7 +160,8 @@ class Evaluations:
         video_dir = self._video_dir(iteration, is_last)
         where = None if video_dir is None else str(video_dir.resolve())
         best = self.best if config.runner.keep_best and iteration else None
-        self.async_evaluator.begin(PendingEvaluation(iteration, engine.version, where, best), engine.weights())
+        wanted = PendingEvaluation(iteration, engine.version, where, best, every_decoding)
+        self.async_evaluator.begin(wanted, engine.weights())
         self.take(iteration, wait=is_last)
 
     def _add_late(self, row: Row) -> None:

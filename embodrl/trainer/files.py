@@ -24,7 +24,7 @@ from embodrl.models.common.merging import adapter_factors, merged_state_dict
 from embodrl.pipelines.select import algorithm_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.reporting.metrics_file import MAX_BYTES as MAX_METRICS_BYTES
-from embodrl.reporting.rows import other_rates
+from embodrl.reporting.rows import last_other_rates
 from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, atomic_directory, output_error
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
@@ -246,7 +246,9 @@ def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]
         first = evaluated[0]
         last = evaluated[-1]
         start = f"{100 * first['eval/success_rate']:.1f} -> " if first is not last else ""
-        others = "".join(f", {name} {100 * rate:.1f} %" for name, rate in other_rates(last).items())
+        rates, iteration = last_other_rates(evaluated)
+        others = "".join(f", {name} {100 * rate:.1f} %" for name, rate in rates.items())
+        others += "" if iteration is None else f" (iteration {iteration})"
         lines.append(
             f"done: evaluation success {start}{100 * last['eval/success_rate']:.1f} %{interval_text(last)}{others}"
         )

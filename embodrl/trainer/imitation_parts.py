@@ -20,7 +20,7 @@ from embodrl.trainer.loop import Trainer
 from embodrl.trainer.parts import start_engine
 from embodrl.trainer.session import RunSession
 from embodrl.workers.env import check_simulator, make_pool
-from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.evaluator import Evaluator, run_decodings
 from embodrl.workers.parts import make_acting
 from embodrl.workers.policy import check_policy_decoding, configure_torch
 
@@ -51,7 +51,7 @@ def start_imitation(
     """
     config = session.config
     require(policy, IMITATION)
-    check_policy_decoding(config, policy, config.env.eval.decoding)
+    check_policy_decoding(config, policy, config.env.eval.decoding_of(every=False))
     engine = session.engine = start_engine(session, engine_config(built_from, policy.device), policy, closing)
     is_evaluated = config.sft.eval_interval > 0
     sent = (published + (config.runner.eval_async and is_evaluated)) * versions_num_bytes(policy)
@@ -89,10 +89,11 @@ def make_hooks(
         shown.update(row)  # the held-out loss remains valid until it is measured again
         progress.update(step, step_text(shown))
 
-    def play(video_dir: Path | None) -> Row:
+    def play(video_dir: Path | None, every_decoding: bool) -> Row:
         acting = make_acting(config, policy)
         with make_pool(config.evaluated, config.env.eval.total_num_envs) as pool:
-            evaluator = Evaluator(config, pool, acting, should_stop=should_stop)
+            decodings = run_decodings(config, acting, every_decoding)
+            evaluator = Evaluator(config, pool, acting, should_stop, decodings=decodings)
             with progress.within("evaluation", evaluator.num_plays, "episodes") as shown:
                 return evaluator.run(video_dir, shown.update).metrics()
 

@@ -91,7 +91,7 @@ class Trainer:
                 # Nothing was learned from the rollout, or from a reward that hangs; an evaluation is still pending.
                 if not isinstance(error, InterruptedError) and (self.learner.is_updating or not self.stop.late):
                     raise
-                self.learner.undo()
+                self._undo()
         if not self.is_saved:
             self._save()
         engine = self.learner.engine
@@ -130,15 +130,16 @@ class Trainer:
         clock = time.perf_counter()
         is_last = self.iteration == self.schedule.total
         is_due = self.schedule.is_evaluated(self.iteration)
+        every_decoding = self.schedule.is_first_or_last(self.iteration)
         self._take_late(wait=is_due)
         if is_due:
-            row |= self.evaluations.measure(self.iteration, is_last)
+            row |= self.evaluations.measure(self.iteration, is_last, every_decoding)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
         written = self.journal.add(row)
         self.pending = None
         self.is_saved = False
         if is_due:
-            self.evaluations.conclude(self.iteration, written, is_last)
+            self.evaluations.conclude(self.iteration, written, is_last, every_decoding)
         if self.is_finished or self.evaluations.regressed or self.schedule.is_saved(self.iteration):
             self.journal.view.phase("saving")
             self.learner.prepare_save()
@@ -149,6 +150,20 @@ class Trainer:
         if self.is_finished and not is_last:
             text = f"solved: evaluations reach a success rate of {self.session.config.runner.stop_at_success:g}"
             self.journal.view.message(f"{text}; stopping after iteration {self.iteration}")
+
+    def _undo(self) -> None:
+        """Undo the iteration in progress; if that is interrupted late, finish it."""
+        was_late = self.stop.late
+        try:
+            self.learner.undo()
+        except (SystemExit, KeyboardInterrupt):
+            if was_late or not self.stop.late:
+                raise
+            self.learner.undo()
+        rows = self.journal.rows
+        if self.pending is not None and rows and rows[-1]["iteration"] == self.pending["iteration"]:
+            self.pending = None  # interrupted after its row was written
+            self.is_saved = False
 
     def _take_late(self, wait: bool) -> None:
         if self.evaluations.take(self.iteration, wait):

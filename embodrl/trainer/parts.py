@@ -321,4 +321,4 @@ def check_machine(config: Config, deployment: Deployment) -> None:
     if config.evaluated is not config:
         check_simulator(config.evaluated)
     check_videos(config)
-    check_memory(config, deployment, decoding=config.env.eval.decoding)
+    check_memory(config, deployment, decoding=config.env.eval.decoding_of(every=False))

@@ -47,6 +47,10 @@ class Schedule:
         is_last = self.evaluates_last and iteration == self.total
         return is_last or (self.eval_interval > 0 and iteration % self.eval_interval == 0)
 
+    def is_first_or_last(self, iteration: int) -> bool:
+        """Return whether an evaluation after so many iterations is the one before training or the last one."""
+        return not iteration or not self.evaluations_after(iteration)
+
     def evaluations_after(self, iteration: int) -> int:
         """Return the number of evaluations after so many iterations."""
         interval = self.eval_interval

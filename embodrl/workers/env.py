@@ -194,8 +194,8 @@ def held_out_pool(config: Config, log_dir: Path | None, places: Sequence[Process
 
 
 def make_single_pool(config: Config, total_num_envs: int, places: Sequence[ProcessPlace] | None = None) -> EnvPool:
-    """Return a pool for episodes of single actions that end on termination; see ``make_pool``."""
-    single = {"max_chunk": 1, "auto_reset": False, "ignore_terminations": False}
+    """Return a pool for episodes of single actions, which are reset one by one; see ``make_pool``."""
+    single = {"max_chunk": 1, "auto_reset": False}
     return make_pool(config, total_num_envs, places=places, **single)
 
 

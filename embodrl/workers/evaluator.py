@@ -115,7 +115,7 @@ class EvalResult:
             "time/eval_s": sum(one.env_s + one.policy_s for one in self.by_decoding.values()),
         }
         for decoding, one in self.by_decoding.items():
-            if decoding != "greedy":
+            if decoding != "greedy" or self.decoding != "greedy":
                 result[f"eval/success_rate_{decoding}"] = one.success_rate
         if len(self.per_task) > 1:
             result |= {f"eval/{task}/success_rate": rate for task, rate in self.per_task.items()}
@@ -172,6 +172,20 @@ def chosen_decodings(config: Config, engine: RolloutEngine) -> tuple[Decoding, .
     return (wanted,)
 
 
+def run_decodings(config: Config, engine: RolloutEngine, every: bool) -> tuple[Decoding, ...]:
+    """Return the decodings of an evaluation within a run, ``every`` one or those on the way; both begin with the same.
+
+    Raises:
+        EmbodrlError: the engine lacks a named decoding.
+    """
+    chosen = chosen_decodings(config, engine)
+    first = config.env.eval.decoding_of(every=False)
+    if first == "all":
+        return chosen
+    check_decoding(first, chosen, config.model.model_type)
+    return (first, *(other for other in chosen if other != first)) if every else (first,)
+
+
 Choose = Callable[[Observation, NDArray[np.int64], int], PolicyOutput]
 """Chooses the chunk with a given number, for rows ``[B]`` of episodes ``int64[B]``."""
 
@@ -190,7 +204,11 @@ def chooser(engine: RolloutEngine, seed: int, decoding: Decoding) -> Choose:
 
 
 EvalProgress = Callable[[int, str], None] | None
-"""Called now and then with the number of finished episodes, out of ``Evaluator.num_plays``, and a text."""
+"""Called now and then with the number of finished episodes over all decodings, and a text."""
+
+
+def _shifted(progress: Callable[[int, str], None], before: int) -> Callable[[int, str], None]:
+    return lambda done, text: progress(before + done, text)
 
 
 class Evaluator:
@@ -233,17 +251,28 @@ class Evaluator:
         """Number of episodes over all decodings."""
         return self.config.env.eval.num_episodes * len(self.decodings)
 
-    def run(self, video_dir: Path | None = None, progress: EvalProgress = None) -> EvalResult:
+    def run(
+        self,
+        video_dir: Path | None = None,
+        progress: EvalProgress = None,
+        decodings: tuple[Decoding, ...] | None = None,
+    ) -> EvalResult:
         """Run all episodes; record videos of the first ones, with the first decoding, into ``video_dir``.
+
+        ``decodings`` replace those of the evaluator.
 
         Raises:
             InterruptedError: ``should_stop`` returned True; the pool is back in the state of new environments.
         """
         episodes = np.arange(self.config.env.eval.num_episodes)
-        return evaluation_result(self.config, self.run_episodes(episodes, video_dir, progress))
+        return evaluation_result(self.config, self.run_episodes(episodes, video_dir, progress, decodings))
 
     def run_episodes(
-        self, episodes: NDArray[np.int64], video_dir: Path | None = None, progress: EvalProgress = None
+        self,
+        episodes: NDArray[np.int64],
+        video_dir: Path | None = None,
+        progress: EvalProgress = None,
+        decodings: tuple[Decoding, ...] | None = None,
     ) -> Played:
         """Run the episodes ``int64[n]`` with each decoding, like ``run``.
 
@@ -252,25 +281,37 @@ class Evaluator:
             EnvError: the evaluation's own pool has other actions or observations than ``pool``.
         """
         if self._make_own is None:
-            return self._run_episodes(episodes, video_dir, progress)
+            return self._run_episodes(episodes, video_dir, progress, decodings or self.decodings)
         training = self.pool
         with self._make_own(self.config) as self.pool:
             try:
                 # Faults of the held-out pool count toward the run's total.
                 self.pool.recovery.faults = training.faults
                 _check_same(training.spec, self.pool.spec)
-                return self._run_episodes(episodes, video_dir, progress)
+                return self._run_episodes(episodes, video_dir, progress, decodings or self.decodings)
             finally:
                 self.pool = training
 
-    def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None, progress: EvalProgress) -> Played:
+    def _run_episodes(
+        self,
+        episodes: NDArray[np.int64],
+        video_dir: Path | None,
+        progress: EvalProgress,
+        decodings: tuple[Decoding, ...],
+    ) -> Played:
         try:
-            return self._play_all(episodes, video_dir, progress)
+            return self._play_all(episodes, video_dir, progress, decodings)
         except (SystemExit, KeyboardInterrupt):  # a stop may come at any point
             self.pool.requests.drain()
             raise
 
-    def _play_all(self, episodes: NDArray[np.int64], video_dir: Path | None, progress: EvalProgress) -> Played:
+    def _play_all(
+        self,
+        episodes: NDArray[np.int64],
+        video_dir: Path | None,
+        progress: EvalProgress,
+        decodings: tuple[Decoding, ...],
+    ) -> Played:
         self.pool.call("rebuild", restart=True)
         # An interrupted evaluation returns to this mark (``rewind``), the state of new environments.
         self.pool.call("mark", restart=True)
@@ -280,10 +321,11 @@ class Evaluator:
         if goes_on:
             self.pool.call("set_ignore_terminations", {"value": True}, restart=True)
         played: Played = {}
-        for decoding in self.decodings:
+        for decoding in decodings:
             if played:  # each decoding as if it were the only one
                 self.pool.call("rebuild", restart=True)
-            played[decoding] = self._run_decoding(decoding, episodes, None if played else video_dir, progress)
+            shown = None if progress is None else _shifted(progress, len(played) * len(episodes))
+            played[decoding] = self._run_decoding(decoding, episodes, None if played else video_dir, shown)
         self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
         if goes_on:
             value = self.config.env.train.ignore_terminations
@@ -298,7 +340,6 @@ class Evaluator:
         size = self.pool.spec.num_envs
         results = EpisodeResults(np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes))
         choose = chooser(self.engine, self.config.env.eval.seed, decoding)
-        done_before = self.decodings.index(decoding) * len(episodes)
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
             if attempt and len(left):
@@ -317,7 +358,7 @@ class Evaluator:
                     raise
                 if progress is not None:
                     done = int(np.count_nonzero(~np.isnan(results.outcome[:, 0])))
-                    progress(done_before + done, f"{decoding}: success {_mean(results.outcome[:, 0]):.0%}")
+                    progress(done, f"{decoding}: success {_mean(results.outcome[:, 0]):.0%}")
             # Only episodes that a fault ended are NaN: a failed attempt counts.
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         return results

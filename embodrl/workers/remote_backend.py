@@ -538,11 +538,11 @@ class RemoteBackend(RolloutBackend):
     def onload(self) -> None:
         self.call_all("onload")
 
-    def evaluate(self, video_dir: Path | None) -> EvalResult:
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> EvalResult:
         episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)
         where = None if video_dir is None else str(video_dir.resolve())
         with self.collector.paused():
-            parts: list[Evaluated] = self.call("evaluate", [(part, where) for part in episodes])
+            parts: list[Evaluated] = self.call("evaluate", [(part, where, every_decoding) for part in episodes])
         found: list[Played] = [{name: EpisodeResults(**one) for name, one in part["played"].items()} for part in parts]
         return evaluation_result(self.config.evaluated, join_results(found, max))
 

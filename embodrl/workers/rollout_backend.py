@@ -21,7 +21,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.names import import_object
 from embodrl.workers.async_collector import AsyncCollector, make_runners, workflow_runner
 from embodrl.workers.collector import WHOLE, Collector, EpisodeSchedule, Share, SyncCollector
-from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.evaluator import EvalResult, Evaluator, run_decodings
 from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import RewardWorker
 
@@ -33,14 +33,13 @@ class RolloutBackend(ABC):
     tasks: Sequence[str]
     faults: FaultCounts
 
-    @property
-    def num_decodings(self) -> int:
-        """Number of times this process plays the episodes of an evaluation."""
+    def num_decodings(self, every_decoding: bool) -> int:
+        """Return how often this process plays the episodes of an evaluation."""
         return 0
 
     @abstractmethod
-    def evaluate(self, video_dir: Path | None) -> EvalResult:
-        """Run the episodes of ``env.eval`` with the newest weights.
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> EvalResult:
+        """Run the episodes of ``env.eval`` with the newest weights; see ``Learner.evaluate``.
 
         Raises:
             InterruptedError: the run is stopping.
@@ -74,13 +73,13 @@ class LocalBackend(RolloutBackend):
         self.tasks = pool.spec.tasks
         self.faults = pool.faults
 
-    @property
-    def num_decodings(self) -> int:
-        return len(self.evaluator.decodings)
+    def num_decodings(self, every_decoding: bool) -> int:
+        return len(run_decodings(self.evaluator.config, self.engine, every_decoding))
 
-    def evaluate(self, video_dir: Path | None) -> EvalResult:
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> EvalResult:
+        decodings = run_decodings(self.evaluator.config, self.engine, every_decoding)
         with self.collector.paused():
-            return self.evaluator.run(video_dir)
+            return self.evaluator.run(video_dir, decodings=decodings)
 
     def offload_policies(self) -> OffloadReport | None:
         self.engine.offload()

@@ -22,7 +22,7 @@ from embodrl.types import Decoding
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
 from embodrl.workers.env import held_out_pool
-from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.evaluator import Evaluator, run_decodings
 from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.parts import make_share
 from embodrl.workers.recorders import Judging
@@ -178,12 +178,16 @@ class RolloutProcess(Worker):
         }
 
     @dispatch()
-    def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, object] | None:
+    def evaluate(
+        self, call: int, episodes: NDArray[np.int64], video_dir: str | None, every_decoding: bool
+    ) -> dict[str, object] | None:
         """Return the results of episodes ``int64[n]``; None if interrupted. See Evaluator."""
         self._call = call
         self._stopped = False
+        where = None if video_dir is None else Path(video_dir)
+        decodings = run_decodings(self.evaluator.config, self.engine, every_decoding)
         try:
-            played = self.evaluator.run_episodes(episodes, None if video_dir is None else Path(video_dir))
+            played = self.evaluator.run_episodes(episodes, where, decodings=decodings)
         except InterruptedError:
             return None
         return {"played": {decoding: vars(results) for decoding, results in played.items()}, **self._faults()}

@@ -126,6 +126,7 @@ FAMILIES = [
         ("model.warm_start=builtin", "model=gr00t"),
     ),
 ]
+DISCRETE = "model.gaussian.categorical"
 IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
 DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
 DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
@@ -134,6 +135,12 @@ HIL = (*SAC, "algorithm.off_policy.demos={tmp}", "algorithm.off_policy.demo_frac
 GATED = "algorithm.dagger.gate_threshold=0.3"
 PERSON = (*HIL, "model.num_action_chunks=1", "algorithm.off_policy.interventions=true", "env.num_processes=1")
 FAMILIES += [
+    Wrong(
+        "discrete actions without gradients",
+        DISCRETE,
+        "discrete-actions-have-no-gradient",
+        (f"{DISCRETE}=true", *SAC),
+    ),
     Wrong(
         "interventions that nothing learns from",
         "algorithm.off_policy.interventions",
@@ -286,6 +293,18 @@ FAMILIES += [
         "algorithm.off_policy.subset",
         "off-policy-numbers-fit",
         ("algorithm.off_policy.subset=3", *SAC),
+    ),
+    Wrong(
+        "shifts without pictures",
+        "algorithm.off_policy.shift_pixels",
+        "pictures-can-be-shifted",
+        ("algorithm.off_policy.shift_pixels=4", *SAC),
+    ),
+    Wrong(
+        "shifts by more than a picture",
+        "algorithm.off_policy.shift_pixels",
+        "shifted-pictures-are-seen",
+        ("algorithm.off_policy.shift_pixels=64", *SAC, "model=cnn"),
     ),
     Wrong(
         "critics without layers",

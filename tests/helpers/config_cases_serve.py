@@ -67,5 +67,12 @@ SERVE = [
         ("env.eval.decoding=mean", "model=pi0"),
         names="greedy, sampled",
     ),
+    Wrong(
+        "mean of actions that follow a flow, on the way",
+        "env.eval.decoding_on_the_way",
+        "decodings-exist",
+        ("env.eval.decoding_on_the_way=mean", "model=pi0"),
+        names="greedy, sampled",
+    ),
     Wrong("token that can be guessed", "serve.token", "token-is-a-secret", ("serve.token=abc",), names="auto"),
 ]

@@ -31,13 +31,15 @@ class ScriptedLearner(Learner):
         super().__init__(SimpleNamespace(), engine)  # type: ignore[arg-type]
         self.did = did
         self.rates = rates
+        self.every_decoding: list[bool] = []
         self.in_step: Callable[[], None] = lambda: None
 
     def step(self, iteration: int) -> Row:
         self.in_step()
         return {"iteration": iteration + 1}
 
-    def evaluate(self, video_dir: Path | None) -> Row:
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> Row:
+        self.every_decoding.append(every_decoding)
         return {"eval/success_rate": self.rates.pop(0)}
 
     def undo(self) -> None:

@@ -72,7 +72,7 @@ def _decodings(spec: ModelSpec, engine: EngineSpec) -> tuple[str, ...]:
     return ("greedy", "sampled", *(("mean",) if is_ordered else ()))
 
 
-@rule("env.eval.decoding", "serve.decoding", "model.model_type", "rollout.backend")
+@rule("env.eval.decoding", "env.eval.decoding_on_the_way", "serve.decoding", "model.model_type", "rollout.backend")
 def decodings_exist(context: Context) -> Iterator[Finding]:
     """The family supports the chosen decoding."""
     config = context.config
@@ -80,7 +80,12 @@ def decodings_exist(context: Context) -> Iterator[Finding]:
     if family not in MODELS:
         return
     known = _decodings(MODELS.entry(family), context.rollout_engine)
-    for key, chosen in (("env.eval.decoding", config.env.eval.decoding), ("serve.decoding", config.serve.decoding)):
+    played = config.env.eval
+    of_evaluations = "env.eval.decoding_on_the_way" if played.decoding == "all" else "env.eval.decoding"
+    for key, chosen in (
+        (of_evaluations, played.decoding_of(every=False)),
+        ("serve.decoding", config.serve.decoding),
+    ):
         if chosen not in ("all", *known):
             by = "" if context.rollout_engine.decodes_all else f" with rollout.backend={config.rollout.backend}"
             message = f"'{family}'{by} has no decoding '{chosen}'"

@@ -280,7 +280,7 @@ def part_can_train_alone(context: Context) -> Iterator[Finding]:
 
 @rule("model.model_type", "model.warm_start", "model.model_path")
 def family_has_shipped_weights(context: Context) -> Iterator[Finding]:
-    """Only one family has a warm start in the package."""
+    """Only some families have a warm start in the package."""
     model = context.config.model
     if model.warm_start != "builtin" or model.model_path is not None or context.resuming:
         return

@@ -105,6 +105,23 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
+@rule("algorithm.off_policy.shift_pixels", "algorithm.loss_type", "model")
+def pictures_can_be_shifted(context: Context) -> Iterator[Finding]:
+    """Shifts are of pictures in the replay buffer."""
+    most = context.config.algorithm.off_policy.shift_pixels
+    family = context.family
+    if not most or not context.loss.off_policy or context.loss.imitates or family is None:
+        return
+    key = f"{SECTION}.shift_pixels"
+    reads = family.uses_images
+    if context.config.model.small_actor.kind is not None:
+        message = "the replay buffer has features of the frozen policy, and no pictures"
+        yield Finding(key, message, "set it to 0", "0", others=("model.small_actor.kind",))
+    elif not (value_of(context.config, reads) if isinstance(reads, str) else reads):
+        message = f"{family.name} reads no pictures"
+        yield Finding(key, message, "set it to 0, or choose model=cnn", "0", others=("model.model_type",))
+
+
 @rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type")
 def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
     """Demonstrations for an additional imitation loss are named and exist."""

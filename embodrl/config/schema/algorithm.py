@@ -167,6 +167,10 @@ class OffPolicyConfig(Section):
     warm_up: NonNegativeInt = Field(default=1000, description="chunks stored before the first update")
     critic_warm_up: NonNegativeInt = Field(default=0, description="critic updates before the first actor update")
     n_step: PositiveInt = Field(default=1, le=1000, description="chunks whose rewards a target sums")
+    shift_pixels: NonNegativeInt = Field(
+        default=0,
+        description="largest random shift of the pictures in a batch, in pixels (DrQ; 4 at 84 pixels); 0: none",
+    )
     capacity: PositiveInt = Field(default=1_000_000, description="maximum observations in the replay buffer")
     memory_gb: PositiveFloat = Field(
         default=1.0,

@@ -54,7 +54,7 @@ class EnvTrainConfig(Section):
     auto_reset: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
         default=True, description="start a new episode when one ends, at the end of its chunk"
     )
-    ignore_terminations: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
+    ignore_terminations: Annotated[bool, ReadBy("train", "eval", "sft", "collect", "record", "store")] = Field(
         default=False, description="only the step limit ends an episode"
     )
     use_fixed_reset_state_ids: bool = Field(
@@ -96,9 +96,22 @@ class EnvEvalConfig(Section):
         " mean (openvla, openvla_oft); all: the same episodes with every decoding that the policy supports, greedy"
         " first",
     )
+    decoding_on_the_way: Annotated[
+        Literal["greedy", "sampled", "mean", "all"],
+        AppliesIf("env.eval.decoding", ("all",)),
+        ReadBy("train", "sft", "store"),
+    ] = Field(
+        default="greedy",
+        description="decoding of a run's evaluations other than the one before the first update and the one at the end;"
+        " it has the main figures of all of them",
+    )
     to_step_limit: bool = Field(
         default=False, description="continue after a success until the step limit, to check whether it lasts"
     )
+
+    def decoding_of(self, every: bool) -> Literal["greedy", "sampled", "mean", "all"]:
+        """Return ``decoding``, or unless ``every``, that of evaluations on the way."""
+        return self.decoding if every or self.decoding != "all" else self.decoding_on_the_way
 
 
 class VideoConfig(Section):

@@ -6,10 +6,10 @@ Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,20 +47,26 @@ class _Env(Protocol):
     metadata: Mapping[str, float]
 
     def reset(self, *, seed: int) -> tuple[object, object]: ...
-    def step(self, action: NDArray[np.generic], /) -> tuple[object, float, bool, bool, dict[str, float]]: ...
+    def step(
+        self, action: NDArray[np.generic] | np.integer, /
+    ) -> tuple[object, float, bool, bool, dict[str, float]]: ...
     def render(self) -> object: ...
     def close(self) -> None: ...
 
 
 class _Options(TypedDict):
     env_id: str
-    size: tuple[int, int]
+    size: tuple[int, int] | None
     film_size: tuple[int, int]
     instruction: str
     success_key: str | None
     success_threshold: float
     max_episode_steps: int
     render_detail: str
+
+
+class _Rules(RewardOptions, total=False):
+    include_images: bool
 
 
 SUCCESS_KEYS = ("success", "is_success")
@@ -72,11 +78,12 @@ HINT = "pip install 'embodrl[gymnasium]', or set env.python to an interpreter wi
 class GymnasiumSimulator(Simulator):
     """One environment of Gymnasium.
 
-    Actions in [-1, 1] are mapped to the bounds of the environment's Box, if it has any.
+    Actions in [-1, 1] are mapped to the bounds of the environment's Box, if it has any. For a Discrete space of n
+    choices an action has n numbers, of which the largest is chosen.
 
     Args:
         env_id: id for ``gymnasium.make``, including ``module:Name-v0``, which imports the module first.
-        size: height and width of images, in pixels.
+        size: height and width of images, in pixels; None: none are wanted but those of ``film``.
         film_size: height and width of ``film``, in pixels.
         instruction: language instruction for the policy.
         success_key: key of ``info``, or ``return``; None: ``success`` or ``is_success`` if present.
@@ -88,7 +95,7 @@ class GymnasiumSimulator(Simulator):
     def __init__(
         self,
         env_id: str,
-        size: tuple[int, int],
+        size: tuple[int, int] | None,
         film_size: tuple[int, int],
         instruction: str,
         success_key: str | None,
@@ -103,19 +110,15 @@ class GymnasiumSimulator(Simulator):
         self.env = _make(env_id, max_episode_steps)
         if hasattr(self.env.unwrapped, "mujoco_renderer"):
             choose_gl(required=not has_gl)
-            self._prepare_mujoco(size, render_detail)
+            self._prepare_mujoco(size or film_size, render_detail)
         self.instruction = instruction
         self.control_hz = float(self.env.metadata.get("render_fps") or self.control_hz)
         self._success_key = success_key
         self._threshold = success_threshold
-        box = self.env.action_space
-        low, high = (bound.reshape(-1).astype(np.float64) for bound in (box.low, box.high))
-        bounded = np.isfinite(low) & np.isfinite(high)
-        self._middle = np.where(bounded, (low + high) / 2, 0).astype(np.float32)
-        self._half = np.where(bounded, (high - low) / 2, 1).astype(np.float32)
-        self._shape = box.shape
-        self.action_low = (-1.0,) * low.size
-        self.action_high = (1.0,) * low.size
+        self._to_env = _from_one_hot(self.env.action_space) or _from_unit_box(self.env.action_space)
+        dims = _action_dim(self.env.action_space)
+        self.action_low = (-1.0,) * dims
+        self.action_high = (1.0,) * dims
         self._obs: object = None
         self._return = 0.0
         self._divergence = Divergence()
@@ -123,7 +126,8 @@ class GymnasiumSimulator(Simulator):
         self.state_dim = _vector_size(self.env.observation_space)
         # The first image is slow, and a free MuJoCo camera stays where the first image puts it.
         self.reset(0)
-        self._frame()
+        if size is not None:
+            self._frame()
 
     def _prepare_mujoco(self, size: tuple[int, int], detail: str) -> None:
         """Render directly at the camera's size, without features that are slow on a CPU."""
@@ -140,8 +144,7 @@ class GymnasiumSimulator(Simulator):
         self._return = 0.0
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
-        scaled = (self._middle + self._half * np.clip(action, -1, 1)).reshape(self._shape)
-        self._obs, reward, terminated, truncated, info = self.env.step(scaled.astype(self.env.action_space.dtype))
+        self._obs, reward, terminated, truncated, info = self.env.step(self._to_env(action))
         self._return += float(reward)
         diverged = self._divergence.struck(getattr(self.env.unwrapped, "data", None))
         return SimStep(float(reward), self._is_success(info), bool(terminated), bool(truncated), diverged)
@@ -160,6 +163,7 @@ class GymnasiumSimulator(Simulator):
         return float(info[self._success_key]) >= self._threshold
 
     def images(self) -> NDArray[np.uint8]:
+        assert self._size is not None, "images are wanted"
         return resized(self._frame(), *self._size)[None]
 
     def film(self) -> NDArray[np.uint8]:
@@ -221,6 +225,33 @@ class GymnasiumSimulator(Simulator):
         self.env.close()
 
 
+ToEnv = Callable[[NDArray[np.float32]], "NDArray[np.generic] | np.integer"]
+"""Maps ``float32[A]`` to the environment's own action."""
+
+
+def _from_unit_box(box: Any) -> ToEnv:
+    low, high = (bound.reshape(-1).astype(np.float64) for bound in (box.low, box.high))
+    bounded = np.isfinite(low) & np.isfinite(high)
+    middle = np.where(bounded, (low + high) / 2, 0).astype(np.float32)
+    half = np.where(bounded, (high - low) / 2, 1).astype(np.float32)
+
+    def scale(action: NDArray[np.float32]) -> NDArray[np.generic]:
+        return (middle + half * np.clip(action, -1, 1)).reshape(box.shape).astype(box.dtype)
+
+    return scale
+
+
+def _from_one_hot(space: Any) -> ToEnv | None:
+    """Return the choice of a Discrete space, of any other None."""
+    if not hasattr(space, "n"):
+        return None
+    return lambda action: space.dtype.type(space.start + int(np.argmax(action)))
+
+
+def _action_dim(space: Any) -> int:
+    return int(space.n) if hasattr(space, "n") else int(np.prod(space.shape))
+
+
 def _make_current(renderer: _Renderer | None) -> None:
     """Make a renderer's OpenGL context current; with several contexts, Gymnasium does not do so reliably."""
     if renderer is not None and renderer.viewer is not None:
@@ -232,7 +263,7 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
 
     Raises:
         MissingDependencyError: gymnasium, or a dependency of the environment, is not installed.
-        EnvError: the environment does not exist, renders no images, or has actions other than a Box.
+        EnvError: the environment does not exist, renders no images, or has actions of another kind.
     """
     try:
         gymnasium = import_module("gymnasium")
@@ -258,11 +289,12 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
             "choose an environment with render_mode rgb_array",
             code="gymnasium-pictures",
         )
-    box = gymnasium.spaces.Box
-    if not isinstance(env.action_space, box) or env.action_space.dtype.kind != "f":
+    spaces = gymnasium.spaces
+    is_box = isinstance(env.action_space, spaces.Box) and env.action_space.dtype.kind == "f"
+    if not (is_box or type(env.action_space) is spaces.Discrete):
         raise EnvError(
-            f"{env_id} takes actions in {env.action_space}, not in a Box",
-            "choose a variant with continuous actions, or register one with a wrapper that makes them continuous",
+            f"{env_id} takes actions in {env.action_space}, neither in a Box of real numbers nor Discrete",
+            "choose a variant with such actions, or register one with a wrapper that makes them continuous",
             code="gymnasium-actions",
         )
     return env
@@ -300,11 +332,12 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
-        **rules: Unpack[RewardOptions],
+        **rules: Unpack[_Rules],
     ) -> None:
+        draws = rules.pop("include_images", True)
         self._options: _Options = {
             "env_id": id,
-            "size": (cameras[0]["height"], cameras[0]["width"]),
+            "size": (cameras[0]["height"], cameras[0]["width"]) if draws else None,
             "film_size": (video_size[0], video_size[1]),
             "instruction": instruction,
             "success_key": success_key,
@@ -313,8 +346,8 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
             "render_detail": render_detail,
         }
         rules.setdefault("reward_mode", "dense")
-        episode_rules = EpisodeRules(max_episode_steps, **rules)
-        super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps)
+        episode_rules = EpisodeRules(max_episode_steps, **cast(RewardOptions, rules))
+        super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps, draws)
         if action_dim is not None and action_dim != self.spec.action_dim:
             raise EnvError(
                 f"{id} takes {self.spec.action_dim} numbers per action, the policy outputs {action_dim}",

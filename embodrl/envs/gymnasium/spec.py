@@ -62,7 +62,7 @@ SPEC = SimulatorSpec(
     settings=GymnasiumConfig,
     fill=fill,
     rules=(RULES,),
-    reads=("cameras", "reward_mode", "success_bonus", "action_dim", "render_detail", "video"),
+    reads=("cameras", "include_images", "reward_mode", "success_bonus", "action_dim", "render_detail", "video"),
     reward_modes=("dense", "sparse"),
     camera_poses=False,
     max_cameras=1,
@@ -70,7 +70,7 @@ SPEC = SimulatorSpec(
     extra="gymnasium",
     example={"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [EXAMPLE_CAMERA]},
     axes=COMMON,
-    actions="a Box, mapped from -1 to 1; no discrete actions",
+    actions="a Box, mapped from -1 to 1; Discrete, by the largest of n numbers (model.gaussian.categorical)",
     camera_list="one: the image of render_mode=rgb_array, resized to the camera's size",
     expert_tasks=(),
     own_settings="to set a constructor argument, register an id with it and use that id as env.id:"

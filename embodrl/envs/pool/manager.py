@@ -130,12 +130,12 @@ class EnvManager:
         with its loaded libraries, and comes back sooner.
         """
         if end_process:
-            state = self.get_state()
+            # Kept before the process ends: an interruption meanwhile must not lose it.
+            self.process.saved = self.get_state()
             self.close()
         else:
-            state = self.process.state(Kind.OFFLOAD, self.timeouts.reset_s)
-        # Set last: almost every request is refused while it is set, including those above.
-        self.process.saved = state
+            # Set last: while it is set, OFFLOAD would be refused.
+            self.process.saved = self.process.state(Kind.OFFLOAD, self.timeouts.reset_s)
 
     def close_async(self) -> None:
         """Ask the process to end, or kill it if a request is in progress; ``close`` waits for it."""

@@ -101,6 +101,9 @@ class Requests:
                 _drain(manager)
             except FAULTS as error:
                 self.recovery.failed[rank] = error
+            if manager.pid is None and not manager.is_offloaded:
+                lost = EnvWorkerDied(f"{manager}: its restart was interrupted", "look at the log for the cause")
+                self.recovery.failed.setdefault(rank, lost)
 
     def _wait(self, rank: int, method: str, arguments: Mapping[str, object] | None, restart: bool) -> object:
         return self.answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
@@ -147,5 +150,7 @@ def _drain(manager: EnvManager) -> None:
         manager.wait()
     elif kind == Kind.RESET:
         manager.wait_reset()
-    elif kind is not None and kind != Kind.CLOSE:
+    elif kind == Kind.CLOSE:
+        manager.close()
+    elif kind is not None:
         process.receive(kind, timeouts.start_s)

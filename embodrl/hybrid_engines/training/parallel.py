@@ -10,13 +10,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import TypeVar
 
 from torch import Tensor, nn
 
 T = TypeVar("T")
+SWITCH_INTERVAL_S = 5e-4
 
 
 def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int, niceness: int = 0) -> list[T]:
@@ -27,8 +30,26 @@ def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int, niceness: int
     if not niceness and (num_threads <= 1 or len(tasks) <= 1):
         return [task() for task in tasks]
     # In threads of their own even for one task: an unprivileged thread cannot lower its niceness again.
-    with ThreadPoolExecutor(num_threads, initializer=_be_nice, initargs=(niceness,)) as pool:
-        return list(pool.map(lambda task: task(), tasks))
+    with _short_turns():
+        return list(_threads(num_threads, niceness, os.getpid()).map(lambda task: task(), tasks))
+
+
+@lru_cache(maxsize=8)
+def _threads(num_threads: int, niceness: int, process_id: int) -> ThreadPoolExecutor:
+    """Return threads that are kept: those of new ones would allocate the buffers of the matrix products anew."""
+    del process_id  # threads do not survive a fork
+    return ThreadPoolExecutor(num_threads, "embodrl-batch", _be_nice, (niceness,))
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let threads of small operations wait less for the interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 def _be_nice(niceness: int) -> None:

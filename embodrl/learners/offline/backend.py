@@ -19,7 +19,7 @@ from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.workers.collector import Metrics, RolloutState
 from embodrl.workers.env import check_environments, make_pool
-from embodrl.workers.evaluator import EvalResult, Evaluator, chosen_decodings
+from embodrl.workers.evaluator import EvalResult, Evaluator, run_decodings
 from embodrl.workers.rollout_backend import RolloutBackend
 
 
@@ -84,13 +84,13 @@ class OfflineBackend(RolloutBackend):
         self._log_dir = log_dir
         self._pool: EnvPool | None = None
 
-    @property
-    def num_decodings(self) -> int:
-        return len(chosen_decodings(self.config, self.engine))
+    def num_decodings(self, every_decoding: bool) -> int:
+        return len(run_decodings(self.config, self.engine, every_decoding))
 
-    def evaluate(self, video_dir: Path | None) -> EvalResult:
+    def evaluate(self, video_dir: Path | None, every_decoding: bool) -> EvalResult:
         pool = self._pool or self._start()
-        return Evaluator(self.config, pool, self.engine, should_stop=self.should_stop).run(video_dir)
+        decodings = run_decodings(self.config, self.engine, every_decoding)
+        return Evaluator(self.config, pool, self.engine, self.should_stop, decodings=decodings).run(video_dir)
 
     def _start(self) -> EnvPool:
         config = self.config.evaluated

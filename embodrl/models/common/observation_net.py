@@ -36,7 +36,8 @@ class Cnn(nn.Module):
         self.norm = nn.LayerNorm(feature_dim)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float() / 255.0 - 0.5
+        # In place: each new tensor of this size costs more than what it is computed by.
+        x = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float().div_(255.0).sub_(0.5)
         for conv in self.convs:
             x = F.relu(conv(x))
         return torch.tanh(self.norm(self.proj(x.flatten(1))))

@@ -1,4 +1,4 @@
-"""Network and distribution of a Gaussian policy.
+"""Network and distributions of a small policy.
 
 Shapes: B batch, V cameras, H image side, S padded state, F features, C actions in a chunk, A action dimensions.
 """
@@ -46,6 +46,7 @@ class GaussianSpec:
     max_state_dim: int
     hidden_sizes: tuple[int, ...]
     initial_std: float
+    categorical: bool = False
     normalise_state: bool = False
 
     @classmethod
@@ -90,6 +91,36 @@ class TanhGaussian(NamedTuple):
         return self.std.log() + 0.5 * math.log(2 * math.pi * math.e) + slope
 
 
+class Categorical(NamedTuple):
+    """One of A discrete actions for each action of a chunk, one-hot as ``float32[B,C,A]``; logits of that shape."""
+
+    logits: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The most probable action."""
+        return one_hot(self.logits)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Return a draw, from standard normal noise of the logits' shape, by the Gumbel-max trick."""
+        uniform = torch.special.ndtr(noise.double()).clamp(1e-12, 1 - 1e-12)
+        return one_hot(self.logits - (-uniform.log()).log().to(self.logits.dtype))
+
+    def log_prob(self, u: Tensor) -> Tensor:
+        """Return the log-prob ``float32[B,C,1]`` of one-hot actions."""
+        return (torch.log_softmax(self.logits, -1) * u).sum(-1, keepdim=True)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy ``float32[B,C,1]`` in nats."""
+        logp = torch.log_softmax(self.logits, -1)
+        return -(logp.exp() * logp).sum(-1, keepdim=True)
+
+
+def one_hot(scores: Tensor) -> Tensor:
+    """Return 1 at the largest of the last dimension, 0 elsewhere."""
+    return F.one_hot(scores.argmax(-1), scores.shape[-1]).to(scores.dtype)
+
+
 def log_slope(u: Tensor) -> Tensor:
     """Return ``log(1 - tanh(u)^2)``, finite for any ``u``."""
     return 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
@@ -111,7 +142,8 @@ class GaussianModel(nn.Module):
         )
         sizes = (spec.num_features, *spec.hidden_sizes)
         self.policy = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
-        self.policy.append(nn.Linear(sizes[-1], 2 * spec.num_action_chunks * spec.action_dim))
+        per_action = spec.action_dim if spec.categorical else 2 * spec.action_dim
+        self.policy.append(nn.Linear(sizes[-1], per_action * spec.num_action_chunks))
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights; the standard deviation starts at ``initial_std`` for any input."""
@@ -125,6 +157,8 @@ class GaussianModel(nn.Module):
         last = self.policy[-1]
         assert isinstance(last, nn.Linear)
         init_matrix(last.weight, generator, LAST_LAYER_GAIN)
+        if self.spec.categorical:
+            return
         middle = (LOG_STD_MAX + LOG_STD_MIN) / 2
         half = (LOG_STD_MAX - LOG_STD_MIN) / 2
         last.bias.data[last.out_features // 2 :] = math.atanh((math.log(self.spec.initial_std) - middle) / half)
@@ -143,15 +177,24 @@ class GaussianModel(nn.Module):
             state = ((state - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
         return state if self.vision is None else torch.cat([self.vision(inputs["images"]).float(), state], -1)
 
-    def distribution(self, features: Tensor) -> TanhGaussian:
-        """Return the distribution of a chunk ``[B,C,A]``.
+    def chunk_distribution(self, features: Tensor) -> TanhGaussian | Categorical:
+        """Return the distribution of a chunk ``[B,C,A]``."""
+        if not self.spec.categorical:
+            return self.distribution(features)
+        return Categorical(self._last(features).view(-1, self.spec.num_action_chunks, self.spec.action_dim))
 
-        ``log std`` is a tanh scaled to -5 to 2, as in CleanRL's sac_continuous_action.py.
-        """
+    def _last(self, features: Tensor) -> Tensor:
         x = features
         for layer in self.policy[:-1]:
             x = F.relu(layer(x))
-        mean, log_std = self.policy[-1](x).float().chunk(2, -1)
+        return self.policy[-1](x).float()
+
+    def distribution(self, features: Tensor) -> TanhGaussian:
+        """Return the Gaussian of a chunk ``[B,C,A]``.
+
+        ``log std`` is a tanh scaled to -5 to 2, as in CleanRL's sac_continuous_action.py.
+        """
+        mean, log_std = self._last(features).chunk(2, -1)
         log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1.0)
-        shape = (len(x), self.spec.num_action_chunks, self.spec.action_dim)
+        shape = (len(mean), self.spec.num_action_chunks, self.spec.action_dim)
         return TanhGaussian(mean.view(shape), log_std.exp().view(shape))

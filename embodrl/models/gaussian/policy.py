@@ -26,18 +26,18 @@ from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_stats
 from embodrl.models.common.sampling import standard_normal
 from embodrl.models.common.value_head import ValueHead
-from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
+from embodrl.models.gaussian.modeling import Categorical, GaussianModel, GaussianSpec, one_hot
 from embodrl.models.gaussian.spec import GaussianModelConfig
 from embodrl.models.load_report import LoadReport
 from embodrl.types import ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 DRAWN = "pre_tanh"
-"""Key of ``forward_inputs``: the drawn ``float32[B,C,A]``, whose tanh is the action."""
+"""Key of ``forward_inputs``: the drawn ``float32[B,C,A]``, whose tanh is the action, or the one-hot discrete action."""
 FAMILY = "gaussian"
 
 
 class GaussianPolicy(VLAPolicy, OffPolicyActor):
-    """Draws action chunks from a tanh-Gaussian, in environment units; ``value_head`` is PPO's critic."""
+    """Draws action chunks from a tanh-Gaussian in environment units, or discrete ones; ``value_head`` is the critic."""
 
     draws_by_row = True
 
@@ -94,7 +94,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         self.check_mode(mode)
         inputs = self.preprocess(observation)
         features = self.features(inputs)
-        chunk = self.model.distribution(features)
+        chunk = self.model.chunk_distribution(features)
         u = chunk.mean
         if mode == "train":
             u = chunk.sample(standard_normal(u.shape, generator, self.device))
@@ -114,7 +114,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         compute_values: bool = True,
     ) -> EvalOutput:
         features = self.features(forward_inputs)
-        chunk = self.model.distribution(features)
+        chunk = self.model.chunk_distribution(features)
         entropy = chunk.entropy() if compute_entropy else None
         values = self._values(features) if compute_values else None
         return EvalOutput(chunk.log_prob(forward_inputs[DRAWN].float()), entropy, values)
@@ -135,16 +135,20 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean squared error of the greedy action, and ``l1``; the standard deviation is not trained.
 
-        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions.
+        Of discrete actions it is the cross-entropy, and ``l1`` the distance of the one-hot actions. ``action_mask
+        bool[B,C]`` in ``batch``, if present, excludes actions.
         """
         features = self.features(batch)
-        chunk: TanhGaussian = self.model.distribution(features)
+        chunk = self.model.chunk_distribution(features)
         error = self.chosen(features, chunk.mean) - batch["target"]
         weight = torch.ones_like(error)
         if "action_mask" in batch:
             weight = weight * batch["action_mask"][..., None]
         total = weight.sum().clamp(min=1.0)
         l1 = (error.detach().abs() * weight).sum() / total
+        if isinstance(chunk, Categorical):
+            wanted = one_hot(batch["target"])
+            return -(chunk.log_prob(wanted) * weight[..., :1]).sum() / weight[..., :1].sum().clamp(min=1.0), {"l1": l1}
         return (error.square() * weight).sum() / total, {"l1": l1}
 
     # Off-policy ------------------------------------------------------------------------------------------------------
@@ -170,7 +174,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
 
     def chosen(self, features: Tensor, u: Tensor) -> Tensor:
         """Return the executed action ``float32[B,C,A]`` for a draw ``u`` of the same shape."""
-        return torch.tanh(u)
+        return 2 * u - 1 if self.model.spec.categorical else torch.tanh(u)
 
     # Parts and files -------------------------------------------------------------------------------------------------
 
@@ -273,6 +277,7 @@ def read_spec(path: Path) -> GaussianSpec:
         channels=_sizes(fields, "channels"),
         hidden_sizes=_sizes(fields, "hidden_sizes"),
         initial_std=fields.number("initial_std", low=1e-6, high=7.0),
+        categorical=fields.flag("categorical", False),
         normalise_state=fields.flag("normalise_state"),
         **{name: size(fields, name) for name in numbers},
     )

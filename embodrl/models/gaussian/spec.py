@@ -28,6 +28,10 @@ class GaussianArchitectureConfig(Section):
     initial_std: PositiveFloat = Field(
         default=0.6, description="initial standard deviation before the tanh, for a policy without weights", lt=7
     )
+    categorical: bool = Field(
+        default=False,
+        description="discrete actions: model.action_dim of them, of which the policy chooses one (env=gymnasium)",
+    )
 
 
 class GaussianModelConfig(ModelConfig):
@@ -73,6 +77,17 @@ def gaussian_layers_exist(context: Context) -> Iterator[Finding]:
         yield Finding("model.gaussian.channels", message, "set it to [16,32,64,64]", f"1 to {most} numbers")
 
 
+@RULES.rule("algorithm.off_policy.shift_pixels", "model.gaussian")
+def shifted_pictures_are_seen(context: Context) -> Iterator[Finding]:
+    """A shift leaves a part of the picture."""
+    shape = context.model(GaussianModelConfig).gaussian
+    key = "algorithm.off_policy.shift_pixels"
+    if shape.use_images and context.config.algorithm.off_policy.shift_pixels >= shape.image_size:
+        message = f"nothing would be left of pictures of {shape.image_size} pixels"
+        allowed = f"0 to {shape.image_size - 1}"
+        yield Finding(key, message, "set it to 4", allowed, others=("model.gaussian.image_size",))
+
+
 @RULES.rule("model")
 def gaussian_policy_has_plain_actions(context: Context) -> Iterator[Finding]:
     """Actions are the environment's, images are whole, and all weights train."""
@@ -95,6 +110,16 @@ def frozen_vision_was_trained(context: Context) -> Iterator[Finding]:
     if model.freeze_vision and not model.gaussian.use_images:
         message = "there is no vision backbone: model.gaussian.use_images is false"
         yield Finding("model.freeze_vision", message, "set it to false", "false", others=("model.gaussian.use_images",))
+
+
+@RULES.rule("model.gaussian", "algorithm.loss_type")
+def discrete_actions_have_no_gradient(context: Context) -> Iterator[Finding]:
+    """Off-policy actors need actions that can be differentiated."""
+    loss = context.loss
+    if context.model(GaussianModelConfig).gaussian.categorical and loss.off_policy and not loss.imitates:
+        message = "off-policy learning differentiates actions, which discrete ones do not permit"
+        hint = "choose algorithm=ppo_gaussian"
+        yield Finding("model.gaussian.categorical", message, hint, "false", others=("algorithm.loss_type",))
 
 
 @RULES.note("env.tasks", "env.state", "model.gaussian")
@@ -128,7 +153,8 @@ def num_parameters(config: ModelConfig) -> int:
             side = (side + 1) // 2
         total += shape.channels[-1] * side * side * shape.feature_dim
         inputs += shape.feature_dim
-    sizes = (inputs, *shape.hidden_sizes, 2 * config.num_action_chunks * config.action_dim)
+    outputs = (1 if shape.categorical else 2) * config.num_action_chunks * config.action_dim
+    sizes = (inputs, *shape.hidden_sizes, outputs)
     return total + sum(a * b for a, b in pairwise(sizes))
 
 
@@ -147,7 +173,7 @@ SPEC = ModelSpec(
     off_policy=True,
     num_parameters=num_parameters,
     sizes="0.1 M (mlp), 0.3 M (cnn)",
-    actions="continuous chunk, a Gaussian through tanh",
+    actions="continuous chunk, a Gaussian through tanh; or one of n discrete actions",
     checkpoint="embodrl's own",
     rl="log-probs of the tanh-Gaussian; re-parameterised samples for sac and rlpd",
 )

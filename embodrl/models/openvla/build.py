@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from embodrl.config.policy_card import shipped_policy
 from embodrl.errors import CheckpointError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
@@ -25,7 +26,6 @@ from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.processing import OpenVLAProcessor
 from embodrl.models.openvla.spec import OpenVlaConfig
 
-BUILTIN_WARM_START = Path(__file__).parents[2] / "assets" / "openvla_tiny"
 TINY_STATS_KEY = "maniskill"
 
 Components = Callable[[Path, LoadReport, torch.device], dict[str, Tensor]]
@@ -59,7 +59,7 @@ def build_openvla(
     config: OpenVlaConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[OpenVLAPolicy, LoadReport]:
     """Build the configured policy; see ``models.registry.build_policy``."""
-    parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
+    parts = build_parts(config, True, torch.device(device), dtype, seed)
     model = parts.model.config
     if "keep_stop_token" in model.own:
         raise CheckpointError(
@@ -101,7 +101,6 @@ def resize_filter(config: OpenVlaConfig, parts: ModelParts) -> str:
 
 def build_parts(
     config: OpenVlaConfig,
-    builtin: Path | None,
     causal: bool,
     device: torch.device,
     dtype: torch.dtype,
@@ -113,7 +112,6 @@ def build_parts(
 
     Args:
         config: section ``model``.
-        builtin: directory for ``warm_start: builtin``; None if no weights ship.
         causal: see ``OpenVLAModel``.
         device: device of the network.
         dtype: dtype of its weights.
@@ -124,7 +122,7 @@ def build_parts(
     Raises:
         CheckpointError: no such checkpoint, or it does not fit.
     """
-    directory, report = checkpoint.locate(config, builtin)
+    directory, report = checkpoint.locate(config, shipped_policy(config.model_type))
     tokenizer = tiny_tokenizer()
     tiny = OpenVLAConfig.from_architecture(
         config.architecture,

@@ -55,6 +55,8 @@ class ActionDecoder:
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embedding.dtype
         # On CPU, single-query products with the keys are several times faster in float32 with transposed keys.
         self.cache_dtype = torch.float32 if kind == "cpu" else self.dtype
+        # As a tensor, since a number would be made one in every product.
+        self.scale = torch.tensor(self.head_dim**-0.5, dtype=self.cache_dtype)
         self._fuse = spec.hidden_size < FUSE_BELOW_HIDDEN
         shape = (batch, self.kv_heads, max_length, self.head_dim)
         self.layers = [
@@ -79,52 +81,89 @@ class ActionDecoder:
         """
         length = prefix.shape[1]
         cos, sin = self._rotary(prefix, attention_mask, num_tokens)
-        bias = None if attention_mask is None else causal_mask(attention_mask)
-        visible = None
-        if attention_mask is not None:
-            visible = F.pad(attention_mask.bool(), (0, num_tokens), value=True)[:, None, None]
+        places = list(zip(cos.unbind(2), sin.unbind(2), strict=True))
+        embed = self.model.language_model.model.embed_tokens
         with torch.autocast(prefix.device.type, enabled=False):
-            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias, first)
-            prefix_hidden = hidden
-            hidden = hidden[:, -1]
+            prefix_hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], attention_mask, first)
+            hidden = prefix_hidden[:, -1]
+            hidden_mask = self._hidden_mask(attention_mask, num_tokens)
+            head = self.model.action_weight()
             tokens = []
             logits = []
             for place in range(num_tokens):
                 if place > 0:
                     at = length + place - 1
-                    embedded = self.model.language_model.model.embed_tokens(tokens[-1])[:, None]
-                    seen = None if visible is None else visible[..., : at + 1]
-                    hidden = self._forward(embedded, cos[:, :, at : at + 1], sin[:, :, at : at + 1], at, seen)[:, -1]
-                logits.append(self.model.action_logits(hidden))
+                    mask = None if hidden_mask is None else hidden_mask[..., : at + 1]
+                    hidden = self._step(embed(tokens[-1]), *places[at], at + 1, mask)
+                logits.append(F.linear(hidden.float(), head))
                 tokens.append(choose(logits[-1], place))
         return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), prefix_hidden
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None, first: int = 0) -> Tensor:
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention_mask: Tensor | None, first: int) -> Tensor:
+        """Run images and prompt ``[B,P,D]`` and fill the buffers with them; return ``[B,P-first,D]``."""
         batch, length, width = x.shape
-        end = start + length
-        heads = self.heads
-        kv_heads = self.kv_heads
+        mask = None if attention_mask is None else causal_mask(attention_mask)
         for layer in self.layers:
             qkv = layer.qkv(self._norm(x, layer.norm1))
-            qkv = qkv.view(batch, length, heads + 2 * kv_heads, self.head_dim).transpose(1, 2)
-            qk = _rotate(qkv[:, : heads + kv_heads], cos, sin)
-            q = qk[:, :heads]
-            k = qk[:, heads:]
-            v = qkv[:, heads + kv_heads :]
-            layer.keys[:, :, start:end] = k
-            layer.values[:, :, start:end] = v
+            qkv = qkv.view(batch, length, -1, self.head_dim).transpose(1, 2)
+            q, k, v = self._split(qkv, cos, sin)
+            layer.keys[:, :, :length] = k
+            layer.values[:, :, :length] = v
             if first and layer is self.layers[-1]:
                 q = q[:, :, first:]
                 x = x[:, first:]
                 mask = last_rows(mask, length, first, x.device)
-            if length == 1:
-                attended = attention(q.to(self.cache_dtype), layer.keys[:, :, :end], layer.values[:, :, :end], mask)
-            else:
-                attended = attention(q.to(self.dtype), k.to(self.dtype), v, mask, causal=mask is None)
-            x = x + layer.out(attended.transpose(1, 2).reshape(batch, -1, width).to(self.dtype))
-            gate, up = layer.gate_up(self._norm(x, layer.norm2)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
+            attended = attention(q.to(self.dtype), k.to(self.dtype), v, mask, causal=mask is None)
+            x = self._finish(layer, x, attended.transpose(1, 2).reshape(batch, -1, width))
         return _rms_norm(x, self.final_norm, self.eps)
+
+    def _step(self, x: Tensor, cos: Tensor, sin: Tensor, end: int, mask: Tensor | None) -> Tensor:
+        """Run one token ``[B,D]``, the ``end``-th, whose cosines and sines are ``[B or 1,1,E]``; return ``[B,D]``.
+
+        At small sizes the number of operations decides the time, hence no general attention and no dimension of tokens.
+        """
+        batch, width = x.shape
+        for layer in self.layers:
+            qkv = layer.qkv(self._norm(x, layer.norm1)).view(batch, -1, self.head_dim)
+            q, k, v = self._split(qkv, cos, sin)
+            layer.keys.select(2, end - 1).copy_(k)
+            layer.values.select(2, end - 1).copy_(v)
+            attended = self._attend(q, layer.keys.narrow(2, 0, end), layer.values.narrow(2, 0, end), mask)
+            x = self._finish(layer, x, attended.reshape(batch, width))
+        return _rms_norm(x, self.final_norm, self.eps)
+
+    def _split(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys, both rotated, and values, of all heads ``[B,H+2G,...]``."""
+        turned = self.heads + self.kv_heads
+        qk = _rotate(qkv[:, :turned], cos, sin)
+        return qk[:, : self.heads], qk[:, self.heads :], qkv[:, turned:]
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """Return ``[B,H,E]`` of one query ``[B,H,E]`` each; ``mask`` is what ``_hidden_mask`` makes."""
+        q = q.to(self.cache_dtype)
+        if keys.device.type != "cpu":
+            return attention(q[:, :, None], keys, values, mask)[:, :, 0]
+        # Query heads that share keys are the rows of a product.
+        rows = (q * self.scale).view(-1, self.heads // self.kv_heads, self.head_dim)
+        scores = torch.bmm(rows, keys.flatten(0, 1).transpose(1, 2))
+        if mask is not None:
+            scores = (scores.view(len(q), self.heads, -1) + mask).view(scores.shape)
+        return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(q.shape)
+
+    def _hidden_mask(self, attention_mask: Tensor | None, num_tokens: int) -> Tensor | None:
+        """Return what hides padding from single tokens, of all P + N: added to scores on a CPU, else a boolean."""
+        if attention_mask is None:
+            return None
+        visible = F.pad(attention_mask.bool(), (0, num_tokens), value=True)[:, None]
+        if visible.device.type != "cpu":
+            return visible[:, None]
+        return torch.zeros_like(visible, dtype=self.cache_dtype).masked_fill_(~visible, -torch.inf)
+
+    def _finish(self, layer: _Layer, x: Tensor, attended: Tensor) -> Tensor:
+        """Return a layer's output from its input and its heads, both ``[B,...,D]``."""
+        x = x + layer.out(attended.to(self.dtype))
+        gate, up = layer.gate_up(self._norm(x, layer.norm2)).chunk(2, dim=-1)
+        return x + layer.down(F.silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return _rms_norm(x, weight, self.eps).to(self.dtype)
@@ -182,6 +221,8 @@ class ActionDecoder:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:  # the same bits, in fewer calls
+        return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 

@@ -113,10 +113,13 @@ class OpenVLAModel(nn.Module):
 
     def action_logits(self, hidden: Tensor) -> Tensor:
         """Return the ``float32[...,256]`` logits of the action ids, in order; no other lm_head rows are computed."""
-        first = self.config.first_action_id
         with torch.autocast(hidden.device.type, enabled=False):
-            weight = linear_weight(self.language_model.lm_head, slice(first, first + self.config.n_action_bins))
-            return F.linear(hidden.float(), weight.float())
+            return F.linear(hidden.float(), self.action_weight())
+
+    def action_weight(self) -> Tensor:
+        """Return lm_head's rows ``float32[256,D]`` of the action ids, in order, adapter included."""
+        first = self.config.first_action_id
+        return linear_weight(self.language_model.lm_head, slice(first, first + self.config.n_action_bins)).float()
 
 
 def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:

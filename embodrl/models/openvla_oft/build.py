@@ -48,7 +48,7 @@ def build_openvla_oft(
     ``CheckpointError`` for parts of a checkpoint that the settings omit.
     """
     device = torch.device(device)
-    parts = build_parts(config, None, False, device, dtype, seed, config.use_film, partial(_components, config))
+    parts = build_parts(config, False, device, dtype, seed, config.use_film, partial(_components, config))
     ends = normalization_of(config)
     model = parts.model.config
     # Only embodrl's tiny size leaves actions and states unchanged.

@@ -8,8 +8,18 @@ from typing import Literal
 from pydantic import Field
 
 from embodrl.config.rules.base import Context
+from embodrl.config.rules.model import BUILTIN
 from embodrl.models.openvla.published import PUBLISHED, interface
-from embodrl.models.openvla.spec import DIMENSIONS, NUM_BINS, RL, TRAINABLE, VALUE_INPUTS, OpenVlaConfig, num_parameters
+from embodrl.models.openvla.spec import (
+    DIMENSIONS,
+    NUM_BINS,
+    RL,
+    SHIPPED,
+    TRAINABLE,
+    VALUE_INPUTS,
+    OpenVlaConfig,
+    num_parameters,
+)
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
@@ -63,6 +73,28 @@ def l1_head_has_no_density(context: Context) -> Iterator[Finding]:
         )
 
 
+FORM = ("use_proprio", "keep_stop_token", "action_head", "use_film", "normalization")
+
+
+@STATE.rule("model.warm_start", "model.model_path", *(f"model.{name}" for name in FORM))
+def shipped_weights_have_one_form(context: Context) -> Iterator[Finding]:
+    """The shipped warm start was trained with the default parts."""
+    model = context.model(OpenVlaOftConfig)
+    if model.warm_start != BUILTIN or model.model_path is not None:
+        return
+    default = OpenVlaOftConfig()
+    for name in FORM:
+        trained = getattr(default, name)
+        if getattr(model, name) != trained:
+            yield Finding(
+                f"model.{name}",
+                "the shipped weights were trained without it",
+                "leave it out, or set model.warm_start=null for random weights",
+                str(trained).lower() if trained is not None else "null",
+                others=("model.warm_start",),
+            )
+
+
 @STATE.note("model.model_type", "model.action_head", "sft.label_smoothing_bins")
 def l1_head_has_no_bins(context: Context) -> Iterator[Finding]:
     """A regressed action has no bins to smooth."""
@@ -76,7 +108,7 @@ SPEC = ModelSpec(
     description="OpenVLA-OFT: OpenVLA with several images and bidirectional parallel decoding of a chunk",
     recognizes=lambda raw: raw.get("model_type") == "openvla",
     settings=OpenVlaOftConfig,
-    rules=(DIMENSIONS, STATE, PUBLISHED),
+    rules=(DIMENSIONS, SHIPPED, STATE, PUBLISHED),
     kind="tokens",
     public_layout=True,
     value_inputs=VALUE_INPUTS,

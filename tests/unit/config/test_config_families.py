@@ -8,7 +8,7 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import load_config
-from embodrl.config.policy_card import SHIPPED_POLICY
+from embodrl.config.policy_card import ASSETS
 from embodrl.errors import ConfigError
 from embodrl.learners.imitation_policy import with_vision
 
@@ -29,7 +29,7 @@ PER_NUMBER = "algorithm.off_policy.target_entropy_per_number"
         ("plan", ["model=openvla"], True),
         (None, ["model=openvla"], True),
         ("store", ["model=openvla"], False),
-        ("train", ["model=openvla_7b", f"model.warm_start={SHIPPED_POLICY}"], False),
+        ("train", ["model=openvla_7b", f"model.warm_start={ASSETS / 'openvla_tiny'}"], False),
         ("train", ["model=openvla", "model.freeze_vision=false"], False),
         ("train", ["model=openvla", "model.warm_start=null"], False),
         ("train", ["model=openvla", "model.trainable=lora"], False),
@@ -149,3 +149,12 @@ def test_policies_are_sharded_whatever_they_learn_from(algorithm: str, tmp_path:
     demos = [f"algorithm.off_policy.demos={tmp_path}"] if given else []
     loaded = load_config(["env=toy", "model=mlp", f"algorithm={algorithm}", *FSDP, *demos])
     assert loaded.config.actor.training_backend == "fsdp"
+
+
+@pytest.mark.parametrize("setting", ["use_proprio=true", "use_film=true", "keep_stop_token=false", "action_head=l1"])
+def test_the_shipped_oft_has_the_default_parts(setting: str) -> None:
+    arguments = ["env=maniskill", "env.include_state=true", "model=openvla_oft", "model.warm_start=builtin"]
+    with pytest.raises(ConfigError) as caught:
+        load_config([*arguments, f"model.{setting}"], verb="eval")
+    found = {problem.key for problem in caught.value.problems if problem.code == "shipped-weights-have-one-form"}
+    assert found == {f"model.{setting.partition('=')[0]}"}

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.config import load_config
-from embodrl.config.policy_card import SHIPPED_POLICY, policy_directory
+from embodrl.config.policy_card import ASSETS, policy_directory
 from embodrl.config.schema import ModelConfig
 from embodrl.data.demos import DemoEpisode
 from embodrl.data.imitation import load_configured_demos
@@ -43,7 +43,7 @@ def state_of(model: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def test_a_policy_of_the_hub_is_that_of_its_directory(server: FakeHub) -> None:
-    commit = server.model("org/tiny", files_of(SHIPPED_POLICY))
+    commit = server.model("org/tiny", files_of(ASSETS / "openvla_tiny"))
     loaded = load_config([*ARGUMENTS, "model.warm_start=null"], verb="eval")
     model = loaded.config.model
     assert model.model_path == f"org/tiny@{commit}"
@@ -51,19 +51,19 @@ def test_a_policy_of_the_hub_is_that_of_its_directory(server: FakeHub) -> None:
     assert not [line for line in server.requests if "safetensors" in line]  # not before the rules have passed
     found = policy_directory(model)
     assert found is not None and found.name == commit
-    there, here = state_of(model), state_of(model.model_copy(update={"model_path": str(SHIPPED_POLICY)}))
+    there, here = state_of(model), state_of(model.model_copy(update={"model_path": str(ASSETS / "openvla_tiny")}))
     assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in here)
 
 
 def test_rules_read_what_is_there(server: FakeHub) -> None:
     """The card says which tasks the policy knows, though its weights were not fetched."""
-    server.model("org/tiny", files_of(SHIPPED_POLICY))
+    server.model("org/tiny", files_of(ASSETS / "openvla_tiny"))
     notes = load_config(ARGUMENTS, verb="eval").notes
     assert any("the policy was trained in maniskill" in note.message for note in notes)
 
 
 def test_a_run_keeps_its_commit(server: FakeHub) -> None:
-    older = server.model("org/tiny", files_of(SHIPPED_POLICY))
+    older = server.model("org/tiny", files_of(ASSETS / "openvla_tiny"))
     path = load_config(ARGUMENTS, verb="train").config.model.model_path
     server.model("org/tiny", {"config.json": b"{}"})
     assert load_config([*ARGUMENTS[:2], f"model.model_path={path}"], verb="train").config.model.model_path == path
@@ -106,11 +106,11 @@ def test_fine_tuning_on_data_of_the_hub(server: FakeHub, tmp_path: Path) -> None
 
 
 def test_the_command(server: FakeHub, tmp_path: Path) -> None:
-    server.model("org/tiny", files_of(SHIPPED_POLICY), "v1")
+    server.model("org/tiny", files_of(ASSETS / "openvla_tiny"), "v1")
     to = tmp_path / "here"
     answer = CliRunner().invoke(app, ["fetch", "org/tiny", "--revision", "v1", "--to", str(to)])
     assert answer.exit_code == 0, answer.output
-    assert files_of(SHIPPED_POLICY).items() <= files_of(to).items()
+    assert files_of(ASSETS / "openvla_tiny").items() <= files_of(to).items()
     assert CliRunner().invoke(app, ["fetch", "org/tiny@v1", "--to", str(to)]).exit_code == 0
     cached = CliRunner().invoke(app, ["fetch", "hf://org/tiny@v1"])
     assert f"model.model_path=org/tiny@{server.models['org/tiny'].refs['v1']}" in cached.output

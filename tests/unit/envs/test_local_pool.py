@@ -152,3 +152,11 @@ def test_an_interruption_is_none_of_the_simulator(monkeypatch: pytest.MonkeyPatc
             pool.step(actions(number))
         with pytest.raises(KeyboardInterrupt):
             pool.step(actions(2))
+
+
+def test_a_process_whose_restart_was_interrupted_is_restarted() -> None:
+    with LocalPool(ToyVectorEnv, KWARGS | {"num_envs": 2}, 2) as pool:
+        pool.reset(np.arange(4), np.zeros(4, np.int32))
+        pool.managers[1].process.drop()
+        pool.requests.drain()
+        assert len(pool.get_state(restart=True)) == 2 and pool.faults.restarts == 1

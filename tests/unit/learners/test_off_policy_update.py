@@ -14,6 +14,7 @@ from tiny_families import build
 
 from embodrl.config import load_config
 from embodrl.data.replay import ReplayStores
+from embodrl.data.shifts import shifted
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState, OptimizerStep
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -103,6 +104,21 @@ def test_demonstrations_are_a_share_of_every_batch() -> None:
         assert bool((known == state).all(1).any()) == bool(is_demo)
 
 
+def test_pictures_of_a_batch_are_shifted_by_the_draws_that_follow() -> None:
+    """Current and next ones independently, and nothing else of the batch changes."""
+    stores = ReplayStores(buffer_of(60))
+    plain = sample_transitions(stores, 8, config_of().algorithm, generator())
+    random = generator()
+    batch = sample_transitions(stores, 8, config_of(shift_pixels=2).algorithm, random)
+    again = generator()
+    stores.online.draw(8, again)
+    for part in ("inputs", "next_inputs"):
+        assert torch.equal(batch[part]["images"], shifted(plain[part]["images"], 2, again))
+        assert torch.equal(batch[part]["state"], plain[part]["state"])
+    assert torch.equal(random.get_state(), again.get_state())
+    assert all(torch.equal(batch[name], plain[name]) for name in ("actions", "returns", "discount", "is_demo"))
+
+
 def test_the_actor_imitates_the_labels_of_demonstrations() -> None:
     """The gradient grows by ``bc_coef`` times that of the mean squared error over the demonstrations alone."""
     algorithm = config_of(demo_fraction=0.25).algorithm
@@ -130,6 +146,25 @@ def test_the_actor_imitates_the_labels_of_demonstrations() -> None:
         torch.testing.assert_close(with_it - without, 0.5 * own, rtol=1e-3, atol=1e-6)
 
 
+def test_an_update_encodes_each_picture_once() -> None:
+    """The actor, and imitation beside it, read the features of the critics' forward pass, of every micro-batch."""
+    config = config_of(policy_delay=1, demo_fraction=0.25)
+    algorithm = config.algorithm.model_copy(update={"bc_coef": 0.5})
+    actor = config.actor.model_copy(update={"micro_batch_size": 3})
+    config = config.model_copy(update={"algorithm": algorithm, "actor": actor})
+    update = updater_of(config).update
+    batch = sample_transitions(ReplayStores(buffer_of(60), buffer_of(30, seed=1)), 8, algorithm, generator())
+    expected = update.features(batch["inputs"]).detach()
+    encoded: list[int] = []
+    update.engine.policy.model.vision.register_forward_hook(lambda _, seen, __: encoded.append(len(seen[0])))
+    read: list[torch.Tensor] = []
+    known = update.seen_by_actor
+    update.seen_by_actor = lambda part: read.append(known(part)) or read[-1]  # type: ignore[method-assign]
+    assert "bc_loss" in update.step(batch, RATES, 1, generator())
+    assert encoded == [3, 3, 3, 3, 2, 2]
+    torch.testing.assert_close(torch.cat(read), expected)
+
+
 def test_the_actor_waits_for_the_critics() -> None:
     updater = updater_of(config_of(critic_warm_up=10))  # of 15 updates
     steps: list[int] = []
@@ -154,7 +189,7 @@ def test_the_temperature_is_learned_if_it_has_a_rate(alpha_lr: float | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "model", "per_number"), [("sac", "mlp", -1.0), ("rlpd", "mlp", -0.5), ("dsrl", "pi0", -0.5)]
+    ("algorithm", "model", "per_number"), [("sac", "mlp", -1.0), ("rlpd", "mlp", -1.0), ("dsrl", "pi0", -0.5)]
 )
 def test_presets_aim_at_the_entropy_of_their_papers(algorithm: str, model: str, per_number: float, tmp_path: Path):
     """Nats per number of a chunk: SAC's -1, -1/2 in the code of RLPD and DSRL."""

@@ -11,12 +11,13 @@ import torch
 from expect import raises_code
 from safetensors.torch import load_file
 from tiny_families import build, generator, observation, tiny_config
+from torch.distributions import Categorical as TorchCategorical
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from embodrl.data.statistics import RobotStatistics
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.models.base import OffPolicyActor
-from embodrl.models.gaussian.modeling import TanhGaussian
+from embodrl.models.gaussian.modeling import Categorical, TanhGaussian
 from embodrl.models.gaussian.policy import build_gaussian, read_spec
 from embodrl.types import SamplingParams
 
@@ -49,6 +50,40 @@ def test_entropy_is_the_mean_of_minus_log_prob(mean: float, std: float) -> None:
 def test_entropy_of_wide_and_shifted_distributions(mean: float, std: float, expected: float) -> None:
     chunk = TanhGaussian(torch.full((1, 1, 1), mean), torch.full((1, 1, 1), std))
     assert float(chunk.entropy()) == pytest.approx(expected, abs=1e-4)
+
+
+def test_discrete_actions_are_those_of_torch() -> None:
+    ours = Categorical(torch.randn(6, 2, 3, generator=generator(1)))
+    theirs = TorchCategorical(logits=ours.logits)
+    drawn = ours.sample(torch.randn(6, 2, 3, generator=generator(2)))
+    assert drawn.sum(-1).eq(1).all()
+    torch.testing.assert_close(ours.log_prob(drawn)[..., 0], theirs.log_prob(drawn.argmax(-1)))
+    torch.testing.assert_close(ours.entropy()[..., 0], theirs.entropy())
+    assert torch.equal(ours.mean.argmax(-1), ours.logits.argmax(-1))
+
+
+def test_discrete_actions_are_drawn_with_their_probabilities() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    noise = torch.randn(200_000, 1, 4, generator=generator())
+    found = Categorical(logits.expand(200_000, 1, 4)).sample(noise).mean((0, 1))
+    torch.testing.assert_close(found, logits.softmax(-1), atol=0.005, rtol=0)
+
+
+def test_discrete_policy_acts_one_hot_and_is_loaded_again(tmp_path: Path) -> None:
+    config = tiny_config("gaussian", gaussian={**MLP, "categorical": True})
+    policy, _ = build_gaussian(config, device="cpu", dtype=torch.float32, seed=0)
+    seen = observation("gaussian")
+    output = policy.predict_action_batch(seen, "train", SamplingParams(), generator(4), compute_values=False)
+    assert set(np.unique(output.actions)) == {-1.0, 1.0}
+    assert (output.actions == 1).sum(-1).tolist() == [[1, 1]] * 3
+    again = policy.evaluate_actions(output.forward_inputs, SamplingParams(), compute_values=False)
+    torch.testing.assert_close(again.logprobs, output.logprobs)
+    loss, _ = policy.sft_loss(policy.sft_inputs(seen, torch.from_numpy(output.actions)))
+    torch.testing.assert_close(loss, -output.logprobs.mean())
+    policy.save_pretrained(tmp_path / "policy")
+    loaded = config.model_copy(update={"model_path": str(tmp_path / "policy")})
+    other, _ = build_gaussian(loaded, device="cpu", dtype=torch.float32, seed=1)
+    assert other.model.spec == policy.model.spec
 
 
 def test_re_parameterised_samples_are_those_of_a_rollout() -> None:

@@ -60,6 +60,8 @@ def test_other_decodings_have_figures_and_curves(tmp_path: Path) -> None:
     page = write_run(tmp_path, [evaluated(0, 0.25, **others), row(1), evaluated(2, 0.75, **others)])
     for text in ("62.5 %", "evaluation success, sampled actions", "87.5 %", "evaluation, mean actions"):
         assert text in page
+    page = write_run(tmp_path / "stopped", [evaluated(0, 0.25, **others), evaluated(2, 0.75)])
+    assert "sampled actions, iteration 0" in page and "75.0 %" in page
     assert "sampled actions" not in write_run(tmp_path / "greedy", [evaluated(0, 0.25), evaluated(1, 0.5)])
 
 

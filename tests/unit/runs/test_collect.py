@@ -19,6 +19,7 @@ from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
 from embodrl.envs.experts import EXPERTS
 from embodrl.envs.pool.local import LocalPool
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
 from embodrl.fields import Fields
@@ -27,6 +28,7 @@ from embodrl.reporting.progress import Progress
 from embodrl.specs import ENVS
 from embodrl.types import PolicyOutput
 from embodrl.workers.demonstrations import SHOWN, DemoCollector, Experts
+from embodrl.workers.env import make_single_pool
 from embodrl.workers.policy import RecordedPolicy
 
 NUM_ENVS, MAX_STEPS = 4, 21
@@ -70,7 +72,7 @@ class ToyPool(LocalPool):
         super().step_async(actions, active)
 
 
-def collect(settings: Config, pool: ToyPool, should_stop=lambda: False) -> DemoCollector:
+def collect(settings: Config, pool: EnvPool, should_stop=lambda: False) -> DemoCollector:
     collector = DemoCollector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
     collector.run(Progress("collect", 1, "episodes", "off"))
     collector.close({})
@@ -112,6 +114,16 @@ def test_slow_demonstrators_move_by_a_part_of_the_expert_that_each_episode_draws
         np.testing.assert_array_equal(output.forward_inputs[SHOWN], output.actions[:, 0])
     values = np.concatenate(speeds)
     assert len(set(values.tolist())) == len(values) and 0.2 <= values.min() < values.max() <= 0.5
+
+
+def test_episodes_whose_success_is_ignored_go_on_to_the_step_limit(tmp_path: Path) -> None:
+    chosen = config(tmp_path / "data", "env.train.ignore_terminations=true", "collect.num_episodes=4")
+    with make_single_pool(chosen, NUM_ENVS) as pool:
+        collect(chosen, pool)
+    found = load_demos(tmp_path / "data")
+    assert found.outcomes is not None and not found.outcomes.terminated.any()
+    assert len(found.actions) == 4 * chosen.env.max_episode_steps
+    assert found.outcomes.rewards.sum() > 0
 
 
 def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:

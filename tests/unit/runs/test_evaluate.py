@@ -14,7 +14,7 @@ from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.processes.frames import PeerGoneError
 from embodrl.types import PolicyOutput
-from embodrl.workers.evaluator import MAX_ATTEMPTS, Evaluator, evaluation_result, join_results
+from embodrl.workers.evaluator import MAX_ATTEMPTS, Evaluator, evaluation_result, join_results, run_decodings
 
 CONFIG = load_config(
     [
@@ -298,8 +298,9 @@ def drawing_engine():
     return NativeRolloutEngine(Drawing(2, 7), CONFIG.rollout, CONFIG.algorithm.sampling, seed=3, num_threads=2)
 
 
-def decoded_by(decoding):
-    env = CONFIG.env.model_copy(update={"eval": CONFIG.env.eval.model_copy(update={"decoding": decoding})})
+def decoded_by(decoding, on_the_way="greedy"):
+    chosen = {"decoding": decoding, "decoding_on_the_way": on_the_way}
+    env = CONFIG.env.model_copy(update={"eval": CONFIG.env.eval.model_copy(update=chosen)})
     return CONFIG.model_copy(update={"env": env})
 
 
@@ -320,6 +321,36 @@ def test_each_decoding_plays_the_same_episodes_and_leaves_the_random_state_of_tr
     assert metrics["time/eval_s"] == pytest.approx(sum(one.env_s + one.policy_s for one in result.by_decoding.values()))
 
 
+@pytest.mark.parametrize("on_the_way", ["greedy", "sampled", "mean"])
+def test_evaluations_on_the_way_play_what_those_at_the_ends_begin_with(on_the_way):
+    config, engine = decoded_by("all", on_the_way), drawing_engine()
+    evaluator = Evaluator(config, ToyPool(), engine)
+    every, one = (
+        evaluator.run(decodings=run_decodings(config, engine, every_decoding)) for every_decoding in (True, False)
+    )
+    assert one.decoding == every.decoding == on_the_way and one.decodings == {}
+    assert set(every.by_decoding) == {"greedy", "sampled", "mean"}
+    assert one.records == every.records and one.first_pictures == every.first_pictures
+    found = every.metrics()
+    rates = {name.rpartition("_")[2] for name in found if name.startswith("eval/success_rate_")}
+    assert rates == {"sampled", "mean"} | ({"greedy"} if on_the_way != "greedy" else set())
+    assert one.metrics()["eval/success_rate"] == found["eval/success_rate"]
+
+
+@pytest.mark.parametrize(
+    ("decoding", "on_the_way", "every", "one"),
+    [
+        ("all", "all", ("greedy", "sampled", "mean"), ("greedy", "sampled", "mean")),
+        ("all", "sampled", ("sampled", "greedy", "mean"), ("sampled",)),
+        ("mean", "greedy", ("mean",), ("mean",)),
+    ],
+)
+def test_the_decoding_on_the_way_is_chosen_among_all(decoding, on_the_way, every, one):
+    config = decoded_by(decoding, on_the_way)
+    assert run_decodings(config, drawing_engine(), True) == every
+    assert run_decodings(config, drawing_engine(), False) == one
+
+
 def test_what_is_sampled_does_not_depend_on_who_plays_it_or_after_what():
     whole = Evaluator(CONFIG, ToyPool(), drawing_engine()).run().decodings["sampled"]
     evaluator = Evaluator(decoded_by("sampled"), ToyPool(), drawing_engine())
@@ -335,3 +366,5 @@ def test_a_decoding_that_the_policy_lacks_is_refused():
     assert Evaluator(decoded_by("all"), ToyPool(), engine).decodings == ("greedy", "sampled")
     with raises_code("policy-has-no-decoding"):
         Evaluator(decoded_by("mean"), ToyPool(), engine)
+    with raises_code("policy-has-no-decoding"):
+        run_decodings(decoded_by("all", "mean"), engine, True)

@@ -86,6 +86,8 @@ def test_a_finished_run_ends_with_its_gain_and_the_next_command(tmp_path: Path) 
     assert following == f"next: embodrl eval {tmp_path}"
     others = {"eval/success_rate_sampled": 0.625, "eval/success_rate_mean": None}
     assert summary_lines(tmp_path, [*rows, rows[1] | others])[0].endswith("77 %), sampled 62.5 %")
+    stopped = [rows[0] | others, rows[1]]  # its last evaluation is one on the way
+    assert summary_lines(tmp_path, stopped)[0].endswith("77 %), sampled 62.5 % (iteration 0)")
     rows[0]["iteration"], rows[1]["iteration"] = 0, 5
     worse = {"iteration": 9, "eval/success_rate": 0.5, "eval/episodes": 16.0}
     assert "56.2 % after iteration 5" in summary_lines(tmp_path, [*rows, worse])[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ from scripted_learner import scripted_trainer
 
 from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
+from embodrl.fields import Fields
 from embodrl.reporting.verdict import is_solved, regression
 from embodrl.tools.compare.comparison import read_runs
-from embodrl.trainer.async_evaluation import PendingEvaluation
+from embodrl.trainer.async_evaluation import PendingEvaluation, unfinished_evaluation
 from embodrl.trainer.loop import Trainer
+from embodrl.trainer.schedule import Schedule
 
 
 def rows_of(*rates: float | None) -> list[dict[str, Any]]:
@@ -105,6 +109,7 @@ class Late:
         self.trainer: Trainer | None = None
         self.in_progress: PendingEvaluation | None = None
         self.best: list[float | None] = []
+        self.every_decoding: list[bool] = []
 
     def continue_from(self, version: int, weights: object, unfinished: object) -> None: ...
 
@@ -112,6 +117,7 @@ class Late:
         assert self.in_progress is None
         self.in_progress = wanted
         self.best.append(wanted.best)
+        self.every_decoding.append(wanted.every_decoding)
 
     def take(self, wait: bool, should_stop: object) -> tuple[PendingEvaluation, dict[str, Any]] | None:
         done = self.in_progress
@@ -151,6 +157,26 @@ def test_an_evaluation_waits_for_the_one_before_and_the_last_one_is_waited_for(t
     rows = trainer.journal.rows
     assert [row.get("eval/success_rate") for row in rows] == [0.0, None, 0.25, None, 0.5, None, 0.75]
     assert [row.get("time/eval_behind_iterations") for row in rows[::2]] == [2, 2, 2, 0]
+
+
+def test_only_the_first_and_the_last_evaluation_have_every_decoding(tmp_path: Path) -> None:
+    trainer, _ = scripted_trainer(tmp_path / "between", [0.0, 0.25, 0.5, 0.75])
+    assert trainer.run("") == 0
+    assert trainer.learner.every_decoding == [True, False, False, True]  # type: ignore[attr-defined]
+    trainer, _, late = evaluated_beside(tmp_path / "beside", [0.0, 0.25, 0.5, 0.75], 1)
+    assert trainer.run("") == 0 and late.every_decoding == [True, False, False, True]
+    imitation = Schedule(total=10, eval_interval=4, save_interval=0)  # evaluated after 4 and 8
+    assert [imitation.is_first_or_last(iteration) for iteration in (4, 8)] == [False, True]
+
+
+@pytest.mark.parametrize("flag", [True, False, None])
+def test_a_saved_evaluation_in_progress_keeps_its_decodings(flag: bool | None) -> None:
+    saved = asdict(PendingEvaluation(2, 3, None, 0.5, bool(flag)))
+    if flag is None:  # a checkpoint of an earlier version
+        del saved["every_decoding"]
+    checkpoint: Any = SimpleNamespace(state=Fields({"evaluation": saved}, "the state"))
+    found = unfinished_evaluation(checkpoint)
+    assert found == PendingEvaluation(2, 3, None, 0.5, flag is not False)
 
 
 def test_a_late_regression_fails_the_run_after_a_checkpoint(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripted_learner import ScriptedLearner, scripted_trainer
@@ -51,3 +52,27 @@ def test_an_update_that_is_interrupted_late_is_lost(tmp_path: Path, caplog: pyte
     with pytest.raises(SystemExit):
         trainer.run("")
     assert did == [] and "will start over" in caplog.text
+
+
+def test_a_row_that_is_written_when_a_late_stop_comes_is_not_written_again(tmp_path: Path) -> None:
+    trainer, did = scripted_trainer(tmp_path, [0.5])
+
+    def hang(_: object) -> None:  # as of a terminal that takes no text
+        trainer.stop.number = trainer.stop.late = 15
+        raise SystemExit(143)
+
+    trainer.journal.view.update = hang  # type: ignore[method-assign]
+    assert trainer.run("") == 143
+    assert trainer.pending is None and len(trainer.journal.rows) == 1 and did[-2] == "saved 0"
+
+
+def test_a_row_that_a_tracker_holds_up_is_written_again(tmp_path: Path) -> None:
+    trainer, _ = scripted_trainer(tmp_path, [0.5])
+
+    def hang(*_: object) -> None:
+        trainer.stop.number = trainer.stop.late = 15
+        raise SystemExit(143)
+
+    trainer.journal.metrics._trackers["slow"] = SimpleNamespace(log=hang)  # type: ignore[assignment]
+    assert trainer.run("") == 143
+    assert trainer.pending is not None and not trainer.journal.rows and not trainer.journal.metrics.content

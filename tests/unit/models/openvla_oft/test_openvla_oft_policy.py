@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common.checkpoint import write_json
 from embodrl.models.common.config_file import fields_of
+from embodrl.models.openvla.modeling import VisionBackbone
 from embodrl.models.openvla_oft.config import ProprioStats, choose_proprio_stats
 from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy
 from embodrl.models.openvla_oft.processing import ProprioInput
@@ -112,6 +113,42 @@ def test_what_comes_later_is_seen(change):
             logits.append(policy.action_logits(inputs)[0][:, 0])
         found[causal] = (logits[0] - logits[1]).abs().max().item()
     assert found[False] > 1e-4 and found[True] < 1e-6
+
+
+@pytest.mark.parametrize("texts", [("push",), ("push", "pull the red cube")])
+def test_what_the_prompt_predicts_is_skipped_without_a_difference(monkeypatch, texts):
+    """The last layer computes only what is read; values and gradients are those of the whole computation."""
+    policy = build(FAMILY)
+    inputs = policy.predict_action_batch(seen(2, texts=texts), "train", SAMPLING, generator()).forward_inputs
+    computed = []
+    policy.model.language_model.model.norm.register_forward_pre_hook(
+        lambda _, given: computed.append(given[0].shape[1])
+    )
+
+    def learned() -> list[torch.Tensor]:
+        policy.zero_grad()
+        output = policy.evaluate_actions(inputs, SAMPLING)
+        (output.logprobs.sum() + output.entropy.sum() + output.values.sum()).backward()
+        gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+        return [output.logprobs.detach(), output.entropy.detach(), output.values.detach(), *gradients]
+
+    found = [part.clone() for part in learned()]
+    monkeypatch.setattr(policy, "first_read", lambda length: 0)
+    for part, whole in zip(found, learned(), strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-5)
+    assert computed[0] == 14 + 2 < computed[1]  # the last prompt token, the actions and the stop token
+
+
+def test_frozen_vision_is_computed_in_the_rollout_alone(monkeypatch):
+    frozen, whole = build(FAMILY, freeze_vision=True), build(FAMILY)
+    rollout = frozen.predict_action_batch(seen(), "train", SAMPLING, generator())
+    want = whole.predict_action_batch(seen(), "train", SAMPLING, generator())
+    assert torch.equal(rollout.logprobs, want.logprobs)
+    assert "images" not in rollout.forward_inputs and rollout.forward_inputs["patches"].shape == (3, 8, 32)
+    monkeypatch.setattr(VisionBackbone, "forward", None)
+    again = frozen.evaluate_actions(rollout.forward_inputs, SAMPLING)
+    torch.testing.assert_close(again.logprobs, rollout.logprobs, rtol=0, atol=1e-5)
+    assert not build(FAMILY, freeze_vision=True, use_film=True).vision_is_frozen
 
 
 def test_images_count_in_order():
