@@ -23,6 +23,7 @@ from embodrl.workers.starts import FailedSeeds, Starts
 CHUNK, NUM_ENVS, LIMIT = 4, 8, 8
 FIXED = (
     "env=toy",
+    "env.tasks=[reach-red,reach-green]",
     f"env.max_episode_steps={LIMIT}",
     "env.include_state=true",
     f"env.train.total_num_envs={NUM_ENVS}",
