@@ -87,8 +87,12 @@ class VectorEnv(ABC):
         """Return the state of one environment as plain values and arrays; the others continue."""
         raise NotImplementedError(f"{type(self).__name__} can't save the state of single environments")
 
-    def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> None:
-        """Continue ``row`` bit-exactly from a state of ``get_row_state``, possibly of another row."""
+    def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> object:
+        """Continue ``row`` bit-exactly from a state of ``get_row_state``, possibly of another row.
+
+        ``SteppingEnv`` also takes actions to execute (``REPLAY``), and returns how many it executed (``steps``) and
+        whether the episode then ``ended`` and began again.
+        """
         raise NotImplementedError(f"{type(self).__name__} can't restore the state of single environments")
 
     def set_auto_reset(self, value: bool) -> None:

@@ -27,6 +27,8 @@ from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 if TYPE_CHECKING:
     from embodrl.envs.real_time.real_time import RealTime
 
+REPLAY = "replay"
+"""Key of a row's state that is given by ``float32[n,A]``: what these actions lead to in the episode just begun."""
 _EPISODE_STATE = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_potential", "_images", "_state")
 
 
@@ -361,7 +363,10 @@ class SteppingEnv(VectorEnv):
     def get_row_state(self, row: int) -> dict[str, object]:
         return {"sim": self.get_sim_row(row), **{name: getattr(self, name)[row].copy() for name in _EPISODE_STATE}}
 
-    def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> None:
+    def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> dict[str, object] | None:
+        if REPLAY in state:
+            steps, ended = _replay(self, row, state[REPLAY])
+            return {"steps": steps, "ended": ended}
         for name in _EPISODE_STATE:
             getattr(self, name)[row] = state[name]
         self.assign(np.array([row]), self.task_id[[row]])
@@ -401,6 +406,31 @@ class SteppingEnv(VectorEnv):
 
     def close(self) -> None:
         self._video.close()
+
+
+def _replay(env: SteppingEnv, row: int, actions: NDArray[np.float32]) -> tuple[int, bool]:
+    """Execute ``actions float32[n,A]`` in an episode that has just begun, and render the result only.
+
+    Their steps count towards the step limit, their rewards not. If the episode is solved or ends on the way, it begins
+    again. Returns the number of executed actions, and whether that happened.
+    """
+    num_envs = env.spec.num_envs
+    every = np.zeros((num_envs, env.spec.action_dim), np.float32)
+    running = np.arange(num_envs) == row
+    place = np.array([row])
+    steps = 0
+    ended = False
+    for action in actions:
+        every[row] = action
+        reward, terminated, truncated = env._substep(every, running, True)
+        steps += 1
+        ended = bool(env._solved[row] | terminated[row] | truncated[row] | ~np.isfinite(reward[row]))
+        if ended:
+            env._begin(place, env.episode_seed[place])
+            break
+    env._returned[row] = 0
+    env._draw(place)
+    return steps, ended
 
 
 def make_spec(

@@ -26,6 +26,7 @@ from embodrl.workers.lockstep import LockstepRunner, ShardMeta, combine_extras
 from embodrl.workers.outcomes import EpisodeStats
 from embodrl.workers.play import Seconds, take_turns
 from embodrl.workers.recorders import NOT_JUDGED, Judging
+from embodrl.workers.starts import STARTS, EpisodeStarts
 
 Metrics = dict[str, float | None]
 logger = logging.getLogger(__name__)
@@ -144,8 +145,9 @@ class SyncCollector:
     """Runs ``rollout_epoch`` rollouts of T chunks in all environments while nothing else runs.
 
     Every rollout starts fresh episodes with seeds derived from ``runner.seed`` and the iteration; environments of a
-    group (``algorithm.group_size``) get the same seed. With ``algorithm.branch`` they start in the middle of an
-    episode. ``should_stop`` is called before every chunk; if it returns True, ``gather`` raises InterruptedError.
+    group (``algorithm.group_size``) get the same seed. ``starts`` may begin some elsewhere, and with
+    ``algorithm.branch`` all start in the middle of an episode. ``should_stop`` is called before every chunk; if it
+    returns True, ``gather`` raises InterruptedError.
     """
 
     def __init__(
@@ -162,12 +164,14 @@ class SyncCollector:
         self.engine = engine
         self.should_stop = should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs * share.count, len(pool.spec.tasks), share)
+        self.starts = EpisodeStarts(config, pool)
         self.judging = judging
         self.seconds = Seconds()
         self.stats = EpisodeStats()
         self._prefix_steps = 0
         # Random state at the mark that an interrupted rollout returns to; None before the first update.
         self._before: list[str] | None = None
+        self._starts_before: dict[str, Any] = {}
 
     # Created with the first rollout: a collector that is closed earlier has nothing to release.
     @cached_property
@@ -181,6 +185,7 @@ class SyncCollector:
         if self._before is None:  # a second attempt at the same update returns to the same mark
             self.pool.call("mark", restart=True)
             self._before = self.engine.random_state()
+            self._starts_before = self.starts.state()
         return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -199,6 +204,7 @@ class SyncCollector:
         if self._before is not None:
             self.engine.set_random_state(self._before)
             self.pool.call("rewind", restart=True)
+            self.starts.load_state(self._starts_before)
             self._before = None
 
     @contextmanager
@@ -213,7 +219,11 @@ class SyncCollector:
     def state(self) -> RolloutState:
         states = self.pool.get_state(restart=True) if self.pool.keeps_state else []
         blobs = {f"env_{rank}": blob for rank, blob in enumerate(states)}
-        return RolloutState({"random": self.engine.random_state()}, blobs=blobs)
+        starts = self.starts.state()
+        return RolloutState(
+            {"random": self.engine.random_state()} | ({STARTS: starts} if starts else {}),
+            blobs=blobs,
+        )
 
     def load_state(self, saved: RolloutState, version: int) -> None:
         if "processes" in saved.state:
@@ -233,6 +243,7 @@ class SyncCollector:
             self._load_simulators(saved)
         if "random" in saved.state:
             self._load_random(saved.state["random"])
+        self.starts.load_state(saved.state.get(STARTS, {}))
         self.engine.version = version
 
     def _load_simulators(self, saved: RolloutState) -> None:
@@ -271,7 +282,7 @@ class SyncCollector:
         batch = TrajectoryBatch.concat(parts)
         # Steps on the way to the branch points were simulated but belong to no batch.
         batch.meta["env_steps"] = int(batch.valid.sum()) + self._prefix_steps
-        return batch, rollout_metrics(self.metas())
+        return batch, rollout_metrics(self.metas()) | self.starts.metrics()
 
     def snapshot(self) -> Snapshot:
         """Return the state that a replacement worker needs to continue the same update; see ``restore``."""
@@ -296,9 +307,14 @@ class SyncCollector:
         branches = self.config.algorithm.branch.enabled
         if branches:
             self.pool.call("rebuild", restart=True)  # then a state restored by replay has only one episode to replay
-        seeds, tasks = self.schedule.draw(iteration, epoch)
+        starts = self.starts.choose(iteration, epoch, *self.schedule.draw(iteration, epoch))
         for stage in self.stages:
-            stage.begin(seeds[stage.rows], tasks[stage.rows])
+            stage.begin(starts.seeds[stage.rows], starts.tasks[stage.rows])
+            if prefixes := starts.within(stage.rows):
+                found = stage.replay(starts.seeds[stage.rows], prefixes)
+                assert stage.play.observation is not None
+                states = stage.play.observation.state
+                self._prefix_steps += self.starts.replayed(stage.rows.start, list(prefixes), found, states)
         if branches:
             points = self.schedule.branch_points(iteration, epoch)
             self._prefix_steps += sum(stage.branch(points[stage.rows], self.should_stop) for stage in self.stages)
@@ -311,6 +327,7 @@ class SyncCollector:
         for stage in self.stages:
             self.stats.merge(stage.stats)
             self.seconds.merge(stage.seconds)
+        self.starts.learn([episode for stage in self.stages for episode in stage.ended])
         return batches
 
 

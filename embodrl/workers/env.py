@@ -46,9 +46,15 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
     """Reject started environments that cannot do what the run relies on; warn about suspicious ones.
 
     Raises:
-        EnvError: offloading or ``algorithm.branch`` needs a state that cannot be saved; or a seed has no effect
-            although groups are episodes with equal seeds.
+        EnvError: offloading, ``algorithm.branch`` or ``env.train.start_from_demos`` needs a state that cannot be saved
+            or set; or a seed has no effect although groups are episodes with equal seeds, or demonstrations are
+            repeated from theirs.
     """
+    starts = training and config.env.train.start_from_demos is not None
+    if starts and (message := _missing(pool, "check_row_state")):
+        message += ", and env.train.start_from_demos repeats actions in single environments"
+        hint = "derive it from SteppingEnv, or leave env.train.start_from_demos out"
+        raise EnvError(message, hint, code="env-state-unsupported")
     if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, not simulators
         _check_state(config, pool)
     found = pool.call("check_episodes", restart=True)[0]
@@ -59,6 +65,9 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
         hint = "seed all generators in reset"
         if training and (size := config.algorithm.group_size) > 1:
             message += f", and algorithm.group_size={size} compares episodes of one seed"
+            raise EnvError(message, hint, code="seed-ignored")
+        if starts:
+            message += ", and env.train.start_from_demos repeats episodes from their seeds"
             raise EnvError(message, hint, code="seed-ignored")
         logger.warning("%s: evaluations are not comparable, and lost episodes are not repeatable; %s", message, hint)
     if "instruction-empty" in codes:

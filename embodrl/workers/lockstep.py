@@ -6,9 +6,9 @@ Shapes: T policy steps (chunks), B environments of the group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,13 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.stepping import REPLAY
+from embodrl.errors import EnvError
+from embodrl.fields import Fields
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.specs import LOSSES
 from embodrl.types import Observation, PolicyOutput
-from embodrl.workers.outcomes import EpisodeStats, OutcomeRecorder
+from embodrl.workers.outcomes import EndedEpisode, EpisodeStats, OutcomeRecorder
 from embodrl.workers.play import Play, PlayedChunk, Recorder, Seconds, take_turns
 from embodrl.workers.recorders import NOT_JUDGED, Judging, make_recorders
 
@@ -40,6 +43,13 @@ class Shard:
     task_ids: NDArray[np.int32]
     group_id: Tensor
     random: Sequence[int]
+
+
+class ReplayedPrefix(NamedTuple):
+    """Actions executed before the policy acts: their number, and whether the episode ended, and began again."""
+
+    steps: int
+    ended: bool
 
 
 class ShardMeta(TypedDict):
@@ -115,6 +125,11 @@ class LockstepRunner:
         return self._outcomes.stats
 
     @property
+    def ended(self) -> list[EndedEpisode]:
+        """Episodes that ended in the current rollout, numbered by the environments of the whole collector."""
+        return [episode._replace(row=episode.row + self.rows.start) for episode in self._outcomes.ended]
+
+    @property
     def seconds(self) -> Seconds:
         """Times of the current rollout."""
         return self.play.seconds
@@ -128,6 +143,32 @@ class LockstepRunner:
         """Start fresh episodes with ``seeds int64[B]`` and ``tasks int32[B]``; ``generators`` as in the class."""
         self.generators = generators
         self.play.begin(seeds, tasks)
+
+    def replay(
+        self, seeds: NDArray[np.int64], prefixes: Mapping[int, NDArray[np.float32]]
+    ) -> dict[int, ReplayedPrefix]:
+        """Execute actions ``float32[n,A]`` in some environments, by row, before the policy acts.
+
+        Call after ``begin``, with its seeds. Returns what was executed, by row; empty if a simulator was lost, whose
+        episodes have then begun again.
+        """
+        clock = time.perf_counter()
+        restarts = self.pool.faults.restarts
+        answers = self.pool.set_row_states({row: {REPLAY: actions} for row, actions in prefixes.items()})
+        self.play.start(seeds, self._observe())
+        self.play.lap("env", clock)
+        if self.pool.faults.restarts != restarts:
+            return {}
+        fields = {
+            row: Fields(cast("Mapping[str, object]", answer), "a replay", EnvError) for row, answer in answers.items()
+        }
+        return {row: ReplayedPrefix(each.integer("steps"), each.flag("ended")) for row, each in fields.items()}
+
+    def _observe(self) -> Observation:
+        """Return the observation of restored states: that of a step of no environment."""
+        spec = self.pool.spec
+        nothing = np.zeros((spec.num_envs, self.config.model.num_action_chunks, spec.action_dim), np.float32)
+        return self.pool.step(nothing, np.zeros(spec.num_envs, np.bool_)).observation
 
     def branch(self, points: NDArray[np.int64], should_stop: Callable[[], bool]) -> int:
         """Move each group to its leader's (first environment's) state after some chunks; return the simulated steps.
@@ -155,9 +196,7 @@ class LockstepRunner:
         # A leader whose process was lost has no state; its group then starts at the reset.
         known = [row for row in range(len(points)) if leader[row] in states.states]
         self.pool.set_row_states({row: states.states[int(leader[row])] for row in known})
-        # A step of no environment, to observe the restored states.
-        nothing = np.zeros((len(points), self.config.model.num_action_chunks, self.pool.spec.action_dim), np.float32)
-        self.play.observation = self.pool.step(nothing, np.zeros(len(points), np.bool_)).observation
+        self.play.observation = self._observe()
         self.seconds.merge(prefix.seconds)
         self.play.lap("env", clock)
         return states.num_steps

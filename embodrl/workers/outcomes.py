@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,19 +98,48 @@ class EpisodeStats:
         return result
 
 
+class EndedEpisode(NamedTuple):
+    """Outcome of an episode.
+
+    Attributes:
+        row: its environment.
+        number: how many episodes of the environment the rollout had before it; 0 for the one that the rollout began.
+        seed, task: reset seed and index of the task.
+    """
+
+    row: int
+    number: int
+    seed: int
+    task: int
+    success: bool
+
+
 class OutcomeRecorder(Recorder):
-    """Counts the episodes that end, and the ones that the end of a rollout cuts off."""
+    """Counts the episodes that end, and the ones that the end of a rollout cuts off.
+
+    Attributes:
+        ended: episodes that ended by themselves or at the step limit, in order.
+    """
 
     def __init__(self, pool: EnvPool) -> None:
         self.pool = pool
         self.stats = EpisodeStats()
+        self.ended: list[EndedEpisode] = []
+        self._numbers: NDArray[np.int64] = np.zeros(0, np.int64)
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
         self.stats = EpisodeStats.of(self.pool.spec.tasks)
+        self.ended = []
+        self._numbers = np.zeros(len(seeds), np.int64)
 
     def after(self, chunk: PlayedChunk) -> None:
         tasks = [self.pool.spec.tasks[task] for task in chunk.task_id.tolist()]
         self.stats.add(chunk.step, chunk.active, tasks)
+        step = chunk.step
+        for row in np.flatnonzero(chunk.ended).tolist():
+            about = (int(self._numbers[row]), int(step.episode_seed[row]), int(chunk.task_id[row]))
+            self.ended.append(EndedEpisode(row, *about, bool(step.success[row])))
+        self._numbers += chunk.active & step.done
 
     def end(self, last: PlayedChunk) -> None:
         self.stats.cut += int(last.going.sum())

@@ -244,6 +244,32 @@ RULES = [
         ("env.train.auto_reset=false",),
     ),
     Wrong(
+        "failed seeds ahead of training",
+        "runner.max_staleness",
+        "outcomes-are-known-before-the-next-start",
+        ("env.train.failed_seed_fraction=0.5", "runner.max_staleness=1"),
+    ),
+    Wrong(
+        "the same seeds again, and failed ones",
+        "env.train.use_fixed_reset_state_ids",
+        "outcomes-are-known-before-the-next-start",
+        ("env.train.failed_seed_fraction=0.5", "env.train.use_fixed_reset_state_ids=true"),
+    ),
+    Wrong(
+        "starts in demonstrations that are not there",
+        "env.train.start_from_demos",
+        "demonstrations-can-be-repeated",
+        ("env.train.start_from_demos=no/such/directory",),
+        names="no/such/directory",
+    ),
+    Wrong(
+        "starts in demonstrations on a GPU",
+        "env.sim_backend",
+        "demonstrations-can-be-repeated",
+        ("env.train.start_from_demos=.", "env.sim_backend=physx_cuda", "cluster.device=cuda", "env.num_processes=1"),
+        names="physx_cuda",
+    ),
+    Wrong(
         "ignored ends and sparse rewards",
         "env.train.ignore_terminations",
         "success-is-worth-ending",

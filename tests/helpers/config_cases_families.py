@@ -127,6 +127,7 @@ FAMILIES = [
     ),
 ]
 DISCRETE = "model.gaussian.categorical"
+DINOV2 = ("model.gaussian.frozen_encoder=facebook/dinov2-small", "model=cnn")
 IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
 DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
 DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
@@ -300,6 +301,25 @@ FAMILIES += [
         "pictures-can-be-shifted",
         ("algorithm.off_policy.shift_pixels=4", *SAC),
     ),
+    Wrong(
+        "shifts of pictures that a frozen encoder has seen",
+        "algorithm.off_policy.shift_pixels",
+        "shifted-pictures-are-seen",
+        ("algorithm.off_policy.shift_pixels=4", *SAC, *DINOV2, "model.gaussian.image_size=112"),
+    ),
+    Wrong(
+        "a frozen encoder of no pictures",
+        "model.gaussian.use_images",
+        "frozen-encoder-fits",
+        ("model.gaussian.use_images=false", *DINOV2, "model.gaussian.image_size=112"),
+    ),
+    Wrong(
+        "a frozen encoder that is nowhere",
+        "model.gaussian.frozen_encoder",
+        "frozen-encoder-fits",
+        ("model.gaussian.frozen_encoder=nowhere", "model=cnn", "model.gaussian.image_size=112"),
+    ),
+    Wrong("parts of patches", "model.gaussian.image_size", "frozen-encoder-fits", DINOV2, names="70"),
     Wrong(
         "shifts by more than a picture",
         "algorithm.off_policy.shift_pixels",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from embodrl.config.rules.base import Context, multiples, note, rule
+from embodrl.config.rules.base import Context, multiples, note, path_kind, rule, value_of
 from embodrl.config.schema import Config
 from embodrl.rule_set import Finding
 from embodrl.specs import ENV_SERVERS
@@ -181,6 +181,61 @@ def groups_keep_step(context: Context) -> Iterator[Finding]:
             "set env.train.auto_reset=false, or env.train.ignore_terminations=true",
             others=(key,),
         )
+
+
+DEMOS = "env.train.start_from_demos"
+STARTS = ("env.train.failed_seed_fraction", DEMOS)
+"""Settings by which outcomes decide where the next episodes begin."""
+
+
+@rule(*STARTS, "env.train", "runner.max_staleness", "rollout", "cluster")
+def outcomes_are_known_before_the_next_start(context: Context) -> Iterator[Finding]:
+    """Where episodes begin depends on earlier outcomes only if one process begins all of them, in lockstep."""
+    config = context.config
+    placed = context.deployment
+    in_the_way = {
+        "runner.max_staleness": (config.runner.max_staleness > 0, "rollouts that run ahead begin first", "0"),
+        "rollout.workflow": (config.rollout.workflow is not None, "a workflow begins episodes itself", "null"),
+        "env.train.use_fixed_reset_state_ids": (
+            config.env.train.use_fixed_reset_state_ids,
+            "every rollout would begin with the same episodes",
+            "false",
+        ),
+        "cluster.component_placement": (
+            placed is not None and placed.rolls_out_in_processes,
+            "no rollout process knows the outcomes of the others",
+            "rollout in the main process",
+        ),
+    }
+    for start in STARTS:
+        for key, (is_set, message, allowed) in in_the_way.items():
+            if value_of(config, start) and is_set:
+                hint = f"leave it at its default, or leave {start} out"
+                yield Finding(key, f"{message}, and {start} chooses where they begin", hint, allowed, others=(start,))
+
+
+@rule(DEMOS, "env.env_type", "env.real_time", "algorithm.branch")
+def demonstrations_can_be_repeated(context: Context) -> Iterator[Finding]:
+    """Starts within demonstrations need single, simulated environments, and the demonstrations."""
+    config = context.config
+    source = config.env.train.start_from_demos
+    if source is None:
+        return
+    if source not in context.made_before and path_kind(source) != "directory":
+        hint = "make it: embodrl collect collect.output_dir=..."
+        yield Finding(DEMOS, f"no directory '{source}'", hint, "a directory")
+    if config.algorithm.branch.enabled:
+        message = "a group begins where its first episode has got to, not in a demonstration"
+        yield Finding(
+            "algorithm.branch.enabled", message, f"set it to false, or leave {DEMOS} out", "false", others=(DEMOS,)
+        )
+    if config.env.real_time.control_hz is not None:
+        message = "actions repeated by a robot, or in real time, do not lead to the same state"
+        yield Finding(DEMOS, message, "leave it out", "null", others=("env.real_time.control_hz",))
+    batched = None if context.simulator is None else context.simulator.batched_by
+    if batched is not None and getattr(config.env, batched[0]) == batched[1]:
+        message = f"'{batched[1]}' simulates all environments at once, and repeats no actions in one of them"
+        yield Finding(f"env.{batched[0]}", message, "choose another value", f"not {batched[1]}", others=(DEMOS,))
 
 
 @rule("env.train", "env.reward_mode", "algorithm.adv_type")

@@ -22,7 +22,14 @@ from embodrl.config.schema.engines import (
     OptimConfig,
     RolloutConfig,
 )
-from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
+from embodrl.config.schema.env import (
+    CameraConfig,
+    CurriculumConfig,
+    EnvConfig,
+    EnvEvalConfig,
+    EnvTrainConfig,
+    VideoConfig,
+)
 from embodrl.config.schema.model import LoraConfig, ModelConfig, SmallActorConfig, ValueHeadConfig
 from embodrl.config.schema.optional import present_in, section_in, sections_of, with_sections
 from embodrl.config.schema.real_time import DEVICES
@@ -61,6 +68,7 @@ __all__ = [
     "ClusterConfig",
     "CollectConfig",
     "Config",
+    "CurriculumConfig",
     "DaggerConfig",
     "DecoupledConfig",
     "EnvConfig",

@@ -13,6 +13,7 @@ from embodrl.config.schema.section import (
     EVALUATION,
     RL,
     AppliesIf,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -42,6 +43,24 @@ class CameraConfig(Section):
     )
 
 
+class CurriculumConfig(Section):
+    """Episodes that begin within demonstrations: near their ends first."""
+
+    fraction: Fraction = Field(
+        default=0.5, description="fraction of the episodes that a rollout begins with which begin in a demonstration"
+    )
+    step: PositiveInt = Field(
+        default=4, description="actions from the first start to the end of a demonstration, and from start to start"
+    )
+    window: PositiveInt = Field(
+        default=5, le=10_000, description="last episodes from the current start whose success rate counts"
+    )
+    success_rate: Fraction = Field(
+        default=0.8,
+        description="from this rate on the start moves back; a demonstration whose reset has it is done with",
+    )
+
+
 class EnvTrainConfig(Section):
     """Environments of training rollouts."""
 
@@ -62,6 +81,23 @@ class EnvTrainConfig(Section):
         description="start every rollout from the same initial states (seeds and tasks) instead of fresh ones",
     )
     seed: Seed = Field(default=0, description="base of the reset seeds, together with runner.seed and the iteration")
+    failed_seed_fraction: Fraction = Field(
+        default=0.0,
+        description="fraction of the episodes that a rollout begins with which take a seed, and its task, on which the"
+        " policy failed last time; fewer as long as fewer are known",
+    )
+    failed_seed_memory: Annotated[PositiveInt, AppliesIf("env.train.failed_seed_fraction")] = Field(
+        default=1000, le=1_000_000, description="seeds whose last outcomes are remembered"
+    )
+    start_from_demos: PathText | None = Field(
+        default=None,
+        description="directory of `embodrl collect`, in whose demonstrations some of the episodes begin that a rollout"
+        " begins with (with auto_reset, later ones begin at resets): the executed actions up to the start are repeated"
+        " from the seed, count towards the step limit, and are not trained on",
+    )
+    curriculum: Annotated[CurriculumConfig, AppliesIf("env.train.start_from_demos")] = Field(
+        default=CurriculumConfig(), description="where in the demonstrations these episodes begin"
+    )
 
 
 class EnvEvalConfig(Section):

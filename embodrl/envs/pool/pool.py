@@ -268,12 +268,13 @@ class EnvPool:
         """
         return self.requests.ask_rows("get_row_state", {row: {} for row in rows}, self._offsets)
 
-    def set_row_states(self, states: Mapping[int, object]) -> None:
-        """Continue each row from a state of ``get_row_states``, possibly of another row.
+    def set_row_states(self, states: Mapping[int, object]) -> dict[int, object]:
+        """Continue each row from a state of ``get_row_states``, possibly of another row; return the answers by row.
 
         The next step or reset restarts a lost process, all of whose episodes then start again.
         """
-        self.requests.ask_rows("set_row_state", {row: {"state": state} for row, state in states.items()}, self._offsets)
+        asked = {row: {"state": state} for row, state in states.items()}
+        return self.requests.ask_rows("set_row_state", asked, self._offsets)
 
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
         """Start scripted experts in ``rows``, whose episodes have just begun.

@@ -89,7 +89,7 @@ class NativeTrainEngine(PolicyTrainEngine):
         # While only the critic trains, the policy needs no gradients.
         trained = [p for p in self._named_or_all(parameters) if p.requires_grad]
 
-        def differentiate(rows: Tensor) -> Differentiated:
+        def differentiate(rows: slice) -> Differentiated:
             with autocast(self.precision, self.device):
                 output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
             report_work()
@@ -97,7 +97,8 @@ class NativeTrainEngine(PolicyTrainEngine):
             gradients = torch.autograd.grad(output.loss, trained, allow_unused=True)
             return LossOutput(output.loss.detach(), output.metrics), gradients
 
-        chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
+        size = self.config.micro_batch_size
+        chosen = [slice(start, start + size) for start in range(0, len(minibatch), size)]
         if self.num_threads <= 1 and not self.niceness:
             results = list(map(differentiate, chosen))
         else:

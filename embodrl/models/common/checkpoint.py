@@ -36,7 +36,7 @@ MAX_HASHING_THREADS = 4
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _AGAIN = "fetch or make the checkpoint again"
 # Subdirectories whose files some families read.
-_SUBDIRECTORIES = ("assets", "experiment_cfg", "action_tokenizer")
+_SUBDIRECTORIES = ("assets", "experiment_cfg", "action_tokenizer", "encoder")
 
 
 def locate(config: ModelConfig, builtin: Path | None = None) -> tuple[Path | None, LoadReport]:

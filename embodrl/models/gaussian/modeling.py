@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from embodrl.models.common.init import init_matrix
 from embodrl.models.common.observation_net import Cnn
+from embodrl.models.gaussian.frozen_encoder import IDENTITY_BYTES, PATCHES, PatchHead
 from embodrl.models.gaussian.spec import GaussianArchitectureConfig
 
 LOG_STD_MIN = -5.0
@@ -34,7 +35,10 @@ STATE_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class GaussianSpec:
-    """Dimensions of a policy (``GaussianArchitectureConfig``), and whether the weights normalise the state."""
+    """Dimensions of a policy (``GaussianArchitectureConfig``), and whether the weights normalise the state.
+
+    ``encoder_layer`` and ``encoder_width`` are 0 without a frozen encoder.
+    """
 
     num_action_chunks: int
     action_dim: int
@@ -48,11 +52,15 @@ class GaussianSpec:
     initial_std: float
     categorical: bool = False
     normalise_state: bool = False
+    encoder_layer: int = 0
+    encoder_width: int = 0
 
     @classmethod
     def of(cls, shape: GaussianArchitectureConfig, num_action_chunks: int, action_dim: int) -> GaussianSpec:
-        """Return the dimensions in the settings."""
-        return cls(num_action_chunks, action_dim, **shape.model_dump())
+        """Return the dimensions in the settings; the width of a frozen encoder is in its own files."""
+        sizes = shape.model_dump(exclude={"frozen_encoder", "encoder_layer"})
+        layer = 0 if shape.frozen_encoder is None else shape.encoder_layer
+        return cls(num_action_chunks, action_dim, **sizes, encoder_layer=layer)
 
     @property
     def num_features(self) -> int:
@@ -126,20 +134,32 @@ def log_slope(u: Tensor) -> Tensor:
     return 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
 
 
+def _vision(spec: GaussianSpec) -> Cnn | PatchHead | None:
+    if not spec.use_images:
+        return None
+    if spec.encoder_layer:
+        return PatchHead(spec.num_cameras, spec.encoder_width, spec.feature_dim)
+    return Cnn(spec.num_cameras, spec.image_size, spec.channels, spec.feature_dim)
+
+
 class GaussianModel(nn.Module):
-    """Features of an observation, and the distribution of a chunk; state statistics are ``float32[S]``."""
+    """Features of an observation, and the distribution of a chunk; state statistics are ``float32[S]``.
+
+    ``encoder_identity uint8[32]`` names the frozen encoder that the weights were trained with, if there is one.
+    """
 
     state_mean: Tensor
     state_std: Tensor
+    encoder_identity: Tensor
 
     def __init__(self, spec: GaussianSpec) -> None:
         super().__init__()
         self.spec = spec
         if spec.normalise_state:
             self.normalise_state([], [])
-        self.vision = (
-            Cnn(spec.num_cameras, spec.image_size, spec.channels, spec.feature_dim) if spec.use_images else None
-        )
+        if spec.encoder_layer:
+            self.register_buffer("encoder_identity", torch.zeros(IDENTITY_BYTES, dtype=torch.uint8))
+        self.vision = _vision(spec)
         sizes = (spec.num_features, *spec.hidden_sizes)
         self.policy = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         per_action = spec.action_dim if spec.categorical else 2 * spec.action_dim
@@ -171,11 +191,14 @@ class GaussianModel(nn.Module):
         self.spec = replace(self.spec, normalise_state=True)
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B,F]``: CNN features of the images, and the (normalised) state."""
+        """Return ``float32[B,F]``: features of the images, and the (normalised) state."""
         state = inputs["state"].float()
         if self.spec.normalise_state:
             state = ((state - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
-        return state if self.vision is None else torch.cat([self.vision(inputs["images"]).float(), state], -1)
+        if self.vision is None:
+            return state
+        seen = inputs[PATCHES if self.spec.encoder_layer else "images"]
+        return torch.cat([self.vision(seen).float(), state], -1)
 
     def chunk_distribution(self, features: Tensor) -> TanhGaussian | Categorical:
         """Return the distribution of a chunk ``[B,C,A]``."""

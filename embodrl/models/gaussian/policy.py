@@ -5,7 +5,7 @@ Shapes: B batch, C actions in a chunk, A action dimensions, F features.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,14 @@ from embodrl.fields import Fields
 from embodrl.models.base import OffPolicyActor, VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.condition import signs_of
-from embodrl.models.common.config_file import CONFIG_FILE, check_family, read_file, size
+from embodrl.models.common.config_file import CONFIG_FILE, MAX_SIZE, check_family, read_file, size
 from embodrl.models.common.heads import build_value_head, save_heads
 from embodrl.models.common.images import resize_area
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_stats
 from embodrl.models.common.sampling import standard_normal
 from embodrl.models.common.value_head import ValueHead
+from embodrl.models.gaussian.frozen_encoder import ENCODER_DIR, PATCHES, SETTING, FrozenEncoder
 from embodrl.models.gaussian.modeling import Categorical, GaussianModel, GaussianSpec, one_hot
 from embodrl.models.gaussian.spec import GaussianModelConfig
 from embodrl.models.load_report import LoadReport
@@ -37,13 +38,23 @@ FAMILY = "gaussian"
 
 
 class GaussianPolicy(VLAPolicy, OffPolicyActor):
-    """Draws action chunks from a tanh-Gaussian in environment units, or discrete ones; ``value_head`` is the critic."""
+    """Draws action chunks from a tanh-Gaussian in environment units, or discrete ones; ``value_head`` is the critic.
+
+    A frozen ``encoder`` is not among the policy's weights.
+    """
 
     draws_by_row = True
 
-    def __init__(self, model: GaussianModel, config: ModelConfig, value_head: ValueHead | None) -> None:
+    def __init__(
+        self,
+        model: GaussianModel,
+        config: ModelConfig,
+        value_head: ValueHead | None,
+        encoder: FrozenEncoder | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.encoder = encoder
         self.value_head = value_head
         self.num_action_chunks = config.num_action_chunks
         self.action_dim = config.action_dim
@@ -52,8 +63,9 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``state float32[B,S]``, padded, and with a CNN ``images uint8[B,V,H,H,3]``.
 
-        The last state number encodes the advantage condition of the instruction: 1 positive, -1 negative. Raises
-        ``EmbodrlError`` if the state is too large or the cameras differ.
+        With a frozen encoder its features ``patches float16[B,V,16,W]`` take the place of the images. The last state
+        number encodes the advantage condition of the instruction: 1 positive, -1 negative. Raises ``EmbodrlError`` if
+        the state is too large, or the cameras or the encoder differ.
         """
         spec = self.model.spec
         rows = observation.batch_size
@@ -78,8 +90,16 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
                 )
             images = torch.from_numpy(np.ascontiguousarray(observation.images)).flatten(0, 1)
             images = resize_area(images, spec.image_size, spec.image_size)
-            inputs["images"] = images.view(rows, cameras, *images.shape[1:]).to(self.device)
+            images = images.view(rows, cameras, *images.shape[1:]).to(self.device)
+            inputs |= {"images": images} if self.encoder is None else {PATCHES: self._encoded(images)}
         return inputs
+
+    def _encoded(self, images: Tensor) -> Tensor:
+        """Return the frozen encoder's features; ``EmbodrlError`` if the weights were trained with another encoder."""
+        assert self.encoder is not None
+        # Weights may also come from a checkpoint or another process, where the same path may hold another encoder.
+        _check_identity(self.model.encoder_identity, self.encoder, "the policy's weights")
+        return self.encoder(images)
 
     @torch.no_grad()
     def predict_action_batch(
@@ -193,6 +213,8 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(self.model.state_dict(), staging, one_file=True)
             save_heads(staging, self.value_head)
+            if self.encoder is not None:
+                self.encoder.save(staging)
             checkpoint.write_json(staging / CONFIG_FILE, {"model_type": FAMILY, **asdict(self.model.spec)})
 
 
@@ -216,15 +238,10 @@ def build_gaussian(
     """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
-    spec = wanted = GaussianSpec.of(config.gaussian, config.num_action_chunks, config.action_dim)
-    files: list[Path] = []
-    if directory is not None:
-        spec = read_spec(directory / CONFIG_FILE)
-        parts = set(asdict(wanted)) - {"initial_std", "normalise_state"}
-        if config.model_path is not None:
-            parts = {"num_action_chunks", "action_dim"}
-        checkpoint.check_size(spec, wanted, sorted(parts), directory, "model")
-        files = checkpoint.weight_files(directory)
+    spec, files = _spec_and_weights(config, directory)
+    encoder = _load_encoder(config, spec, directory, report, device)
+    if encoder is not None:
+        spec = replace(spec, encoder_width=encoder.width)
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = GaussianModel(spec)
@@ -237,10 +254,56 @@ def build_gaussian(
         dtype=dtype,
         in_float32=lambda name: name.startswith("state_"),
     )
+    if encoder is not None and not files:
+        model.encoder_identity = encoder.identity.clone()  # loading weights overwrites it
     _normalise(model, config, report)
     model.to(device)
     head = build_value_head(config, spec.num_features, directory, report, device, generator)
-    return GaussianPolicy(model, config, head), report
+    return GaussianPolicy(model, config, head, encoder), report
+
+
+def _spec_and_weights(config: GaussianModelConfig, directory: Path | None) -> tuple[GaussianSpec, list[Path]]:
+    """Return the dimensions and weights in ``directory``; without one the configured dimensions."""
+    wanted = GaussianSpec.of(config.gaussian, config.num_action_chunks, config.action_dim)
+    if directory is None:
+        return wanted, []
+    spec = read_spec(directory / CONFIG_FILE)
+    parts = set(asdict(wanted)) - {"initial_std", "normalise_state", "encoder_width"}
+    if config.model_path is not None:
+        parts = {"num_action_chunks", "action_dim"}
+    checkpoint.check_size(spec, wanted, sorted(parts), directory, "model")
+    return spec, checkpoint.weight_files(directory)
+
+
+def _load_encoder(
+    config: GaussianModelConfig, spec: GaussianSpec, directory: Path | None, report: LoadReport, device: torch.device
+) -> FrozenEncoder | None:
+    """Return the frozen encoder of the policy in ``directory``, without one the configured encoder; None for a CNN."""
+    path = config.gaussian.frozen_encoder
+    if not spec.encoder_layer:
+        return None
+    if directory is None:
+        assert path is not None
+        source = Path(path).expanduser() if device.type == "meta" else checkpoint.resolve(path, SETTING)
+        encoder = FrozenEncoder.load(source, spec.encoder_layer, device)
+    else:
+        source = directory / ENCODER_DIR
+        encoder = FrozenEncoder.of_policy(directory, spec.encoder_layer, device)
+        # The policy has its own; a given one may have gone since, but must not be another.
+        if path is not None and Path(path).expanduser().is_dir():
+            given = FrozenEncoder.load(Path(path).expanduser(), spec.encoder_layer, device)
+            _check_identity(given.identity, encoder, f"{SETTING}={path}")
+    report.conventions["frozen encoder"] = f"{source}, layer {encoder.layer}"
+    return encoder
+
+
+def _check_identity(identity: Tensor, encoder: FrozenEncoder, what: str) -> None:
+    if not identity.is_meta and not torch.equal(identity.cpu(), encoder.identity.cpu()):
+        raise CheckpointError(
+            f"{what}: the frozen encoder is another one than the policy's",
+            f"set {SETTING} to the encoder that the policy was trained with",
+            code="frozen-encoder-differs",
+        )
 
 
 def _normalise(model: GaussianModel, config: GaussianModelConfig, report: LoadReport) -> None:
@@ -279,6 +342,8 @@ def read_spec(path: Path) -> GaussianSpec:
         initial_std=fields.number("initial_std", low=1e-6, high=7.0),
         categorical=fields.flag("categorical", False),
         normalise_state=fields.flag("normalise_state"),
+        encoder_layer=fields.integer("encoder_layer", 0, high=512),
+        encoder_width=fields.integer("encoder_width", 0, high=MAX_SIZE),
         **{name: size(fields, name) for name in numbers},
     )
 

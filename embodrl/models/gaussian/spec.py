@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Annotated
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context
-from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.config.rules.base import Context, multiples, path_kind
+from embodrl.config.schema import ModelConfig, PathText, PositiveFloat, PositiveInt, Section
+from embodrl.config.schema.section import AppliesIf
+from embodrl.hub import parse
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
+
+PATCH_SIZE = 14
+"""Pixels per side of a patch of every DINOv2."""
+GRID = 4
+"""Cells per side over which a frozen encoder's features are averaged."""
+CELL_WIDTH = 32
+"""Numbers per cell that the trained part behind a frozen encoder reads."""
 
 
 class GaussianArchitectureConfig(Section):
@@ -19,10 +29,18 @@ class GaussianArchitectureConfig(Section):
     use_images: bool = Field(default=False, description="encode images with a CNN; false: use the state only")
     image_size: PositiveInt = Field(default=64, description="pixels, square; images are resized to it")
     num_cameras: PositiveInt = Field(default=1, description="images per observation")
-    channels: tuple[PositiveInt, ...] = Field(
+    channels: Annotated[tuple[PositiveInt, ...], AppliesIf("model.gaussian.frozen_encoder", (None,))] = Field(
         default=(16, 32, 64, 64), description="output channels of the CNN's convolutions; each halves the image"
     )
-    feature_dim: PositiveInt = Field(default=128, description="size of the CNN's features of an observation")
+    frozen_encoder: PathText | None = Field(
+        default=None,
+        description="DINOv2 in place of the CNN, frozen: a directory or hub id in transformers' layout; its features"
+        " are computed once per observation, and a small head trains on them",
+    )
+    encoder_layer: Annotated[PositiveInt, AppliesIf("model.gaussian.frozen_encoder")] = Field(
+        default=8, description="layer of the frozen encoder whose features are used, from 1"
+    )
+    feature_dim: PositiveInt = Field(default=128, description="size of the image features of an observation")
     max_state_dim: PositiveInt = Field(default=64, description="states are zero-padded to this size")
     hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of the MLP")
     initial_std: PositiveFloat = Field(
@@ -71,18 +89,46 @@ def gaussian_layers_exist(context: Context) -> Iterator[Finding]:
     if not shape.hidden_sizes:
         yield Finding("model.gaussian.hidden_sizes", "the MLP has no hidden layer", "set it to [256,256]")
     most = (shape.image_size - 1).bit_length()
-    if shape.use_images and not 1 <= len(shape.channels) <= most:
+    if shape.use_images and shape.frozen_encoder is None and not 1 <= len(shape.channels) <= most:
         message = f"{len(shape.channels)} convolutions, but images of {shape.image_size} pixels can be halved"
         message += f" {most} times"
         yield Finding("model.gaussian.channels", message, "set it to [16,32,64,64]", f"1 to {most} numbers")
 
 
+@RULES.rule("model.gaussian")
+def frozen_encoder_fits(context: Context) -> Iterator[Finding]:
+    """A frozen encoder is at hand, and sees pictures of whole patches."""
+    model = context.model(GaussianModelConfig)
+    shape = model.gaussian
+    path = shape.frozen_encoder
+    if path is None:
+        return
+    key = "model.gaussian.frozen_encoder"
+    others = (key,)
+    # A policy on disk has its own encoder, so that this one may have gone.
+    is_new = model.model_path is None and model.warm_start is None and not context.resuming
+    if is_new and path_kind(path) != "directory" and parse(path) is None:
+        hint = "give the directory of a DINOv2 in transformers' layout, or OWNER/NAME of the hub"
+        yield Finding(key, f"no directory '{path}'", hint, "a directory, or a hub id")
+    if not shape.use_images:
+        message = "there is a frozen encoder, but the policy reads no images"
+        yield Finding("model.gaussian.use_images", message, "set it to true (model=cnn does)", "true", others=others)
+    if shape.image_size % PATCH_SIZE:
+        message = f"{shape.image_size} pixels are not whole patches of {PATCH_SIZE}"
+        allowed = multiples(shape.image_size, PATCH_SIZE)
+        yield Finding("model.gaussian.image_size", message, "set it to 112", allowed, others=others)
+
+
 @RULES.rule("algorithm.off_policy.shift_pixels", "model.gaussian")
 def shifted_pictures_are_seen(context: Context) -> Iterator[Finding]:
-    """A shift leaves a part of the picture."""
+    """A shift leaves a part of the picture, and there are pictures to shift."""
     shape = context.model(GaussianModelConfig).gaussian
     key = "algorithm.off_policy.shift_pixels"
-    if shape.use_images and context.config.algorithm.off_policy.shift_pixels >= shape.image_size:
+    if shape.frozen_encoder is not None:
+        if context.config.algorithm.off_policy.shift_pixels:
+            message = "the replay buffer has features of the frozen encoder, and no pictures"
+            yield Finding(key, message, "set it to 0", "0", others=("model.gaussian.frozen_encoder",))
+    elif shape.use_images and context.config.algorithm.off_policy.shift_pixels >= shape.image_size:
         message = f"nothing would be left of pictures of {shape.image_size} pixels"
         allowed = f"0 to {shape.image_size - 1}"
         yield Finding(key, message, "set it to 4", allowed, others=("model.gaussian.image_size",))
@@ -145,7 +191,11 @@ def num_parameters(config: ModelConfig) -> int:
     shape = config.gaussian
     total = 0
     inputs = config.gaussian.max_state_dim
-    if shape.use_images:
+    if shape.use_images and shape.frozen_encoder is not None:
+        # The sizes of the encoder are in its files.
+        total += shape.num_cameras * GRID * GRID * CELL_WIDTH * shape.feature_dim
+        inputs += shape.feature_dim
+    elif shape.use_images:
         side = shape.image_size
         planes = 3 * shape.num_cameras
         for before, after in pairwise((planes, *shape.channels)):

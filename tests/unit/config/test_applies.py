@@ -24,3 +24,11 @@ def test_the_first_condition_that_fails_is_noted_with_its_remedy() -> None:
     found = {note.key: (note.message, note.hint) for note in load_config(arguments).notes}
     assert "algorithm.normalize_advantages is false" in found["algorithm.min_group_std"][0]
     assert "the launcher" in found["cluster.ray_address"][0]
+
+
+def test_settings_of_the_vision_that_is_not_there_are_noted() -> None:
+    key = "model.gaussian.encoder_layer"
+    assert key in {note.key for note in load_config(["model=cnn", f"{key}=4"]).notes}
+    frozen = ["model=cnn", "model.gaussian.frozen_encoder=facebook/dinov2-small", "model.gaussian.image_size=112"]
+    notes = {note.key for note in load_config([*frozen, f"{key}=4", "model.gaussian.channels=[8]"]).notes}
+    assert "model.gaussian.channels" in notes and key not in notes

@@ -55,6 +55,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "robot_sim": ["model=mlp", *ONE_ROBOT, "actor.global_batch_size=100"],
         "pick_cube_rlpd": [f"algorithm.off_policy.demos={tmp_path}"],
         "pick_cube_rlpd_pixels": [f"algorithm.off_policy.demos={tmp_path}", f"model.warm_start={tmp_path}"],
+        "libero_spatial_0_reward": [f"algorithm.off_policy.demos={tmp_path}", f"model.warm_start={tmp_path}"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "hil_serl": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "ppo_gaussian": ["model=mlp"],

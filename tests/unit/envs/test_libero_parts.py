@@ -124,7 +124,7 @@ SHORT = ("env.max_episode_steps=100", "env.eval.num_episodes=50")
         (["env.tasks=[turn_on_the_stofe]"], "env.tasks", "no task"),
         (["env.reward_mode=dense_delta"], "env.reward_mode", "no dense reward"),
         (["env.cameras=[{name: agentvieuw}]"], "env.cameras.0.name", "no camera"),
-        (["env.init_states=sampled"], "env.init_states", "on or in a fixture"),
+        (["env.init_states=sampled"], "env.init_states", "on or in another"),
         (
             ["env.suite=libero_object", "env.init_states=sampled", "env.fixture_seed=0"],
             "env.fixture_seed",
@@ -140,6 +140,14 @@ def test_what_is_wrong_is_one_problem_with_a_remedy(arguments: list[str], key: s
     assert problem.key == key
     assert words in problem.message
     assert problem.hint or problem.allowed
+
+
+def test_initial_states_are_sampled_where_all_objects_begin_on_the_table() -> None:
+    sampled = ["env=libero_spatial", "env.init_states=sampled", *SHORT]
+    table = "pick_up_the_black_bowl_next_to_the_plate_and_place_it_on_the_plate"
+    assert load_config([*sampled, f"env.tasks=[{table}]"]).config.env.tasks == (table,)
+    with raises_code("sampled-states-are-sound", ConfigError):
+        load_config([*sampled, f"env.tasks=[{table},{table.replace('next_to_the_plate', 'on_the_stove')}]"])
 
 
 def test_assets_in_a_folder_below_are_pointed_out(tmp_path: Path):

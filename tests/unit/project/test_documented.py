@@ -157,6 +157,8 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
         if key == "reward.model":
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text('{"model_type": "embodrl_observation_model"}', encoding="utf-8")
+        if key == "model.gaussian.frozen_encoder":
+            Path(value).mkdir(parents=True)
         if key == "model.lora_path":
             Path(value).mkdir(parents=True)
             Path(value, "adapter_config.json").write_text("{}", encoding="utf-8")
