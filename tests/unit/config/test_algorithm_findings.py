@@ -38,3 +38,10 @@ def test_an_episode_that_the_step_limit_ends_has_failed_in_ppo(preset, bootstrap
     """A critic that knows little would credit it with an average success."""
     model = "openvla" if preset == "ppo" else "mlp"
     assert load_config([f"algorithm={preset}", f"model={model}"]).config.algorithm.bootstrap_type == bootstrap
+
+
+def test_critics_from_random_weights_are_told_what_solved_the_tasks() -> None:
+    code = "critics-learned-from-the-dense-reward"
+    assert code in codes("env=maniskill_push", "model=mlp", "algorithm=sac")
+    assert code not in codes("experiment=push_cube_sac")
+    assert code not in codes("env=maniskill_push", "model=mlp", "algorithm=dagger")
