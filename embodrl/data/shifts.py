@@ -1,4 +1,4 @@
-"""Random shifts of pictures, drawn anew whenever they are seen.
+"""Random image shifts, redrawn for every batch.
 
 Kostrikov et al. 2020, "Image Augmentation Is All You Need", arXiv 2004.13649.
 """

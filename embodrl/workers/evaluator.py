@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -259,7 +259,7 @@ class Evaluator:
     ) -> EvalResult:
         """Run all episodes; record videos of the first ones, with the first decoding, into ``video_dir``.
 
-        ``decodings`` replace those of the evaluator.
+        ``decodings`` overrides the evaluator's.
 
         Raises:
             InterruptedError: ``should_stop`` returned True; the pool is back in the state of new environments.
@@ -281,27 +281,25 @@ class Evaluator:
             EnvError: the evaluation's own pool has other actions or observations than ``pool``.
         """
         if self._make_own is None:
-            return self._run_episodes(episodes, video_dir, progress, decodings or self.decodings)
+            with self._drained():
+                return self._play_all(episodes, video_dir, progress, decodings or self.decodings)
         training = self.pool
         with self._make_own(self.config) as self.pool:
             try:
                 # Faults of the held-out pool count toward the run's total.
                 self.pool.recovery.faults = training.faults
                 _check_same(training.spec, self.pool.spec)
-                return self._run_episodes(episodes, video_dir, progress, decodings or self.decodings)
+                with self._drained():
+                    return self._play_all(episodes, video_dir, progress, decodings or self.decodings)
             finally:
                 self.pool = training
 
-    def _run_episodes(
-        self,
-        episodes: NDArray[np.int64],
-        video_dir: Path | None,
-        progress: EvalProgress,
-        decodings: tuple[Decoding, ...],
-    ) -> Played:
+    @contextmanager
+    def _drained(self) -> Iterator[None]:
+        """Leave no request of the pool pending after a stop, which may come at any point."""
         try:
-            return self._play_all(episodes, video_dir, progress, decodings)
-        except (SystemExit, KeyboardInterrupt):  # a stop may come at any point
+            yield
+        except (SystemExit, KeyboardInterrupt):
             self.pool.requests.drain()
             raise
 

@@ -20,7 +20,7 @@ from embodrl.workers.curriculum import load_curriculum
 from embodrl.workers.lockstep import ReplayedPrefix
 from embodrl.workers.outcomes import EndedEpisode
 
-_CHOICE = 2  # separates its random numbers from those of the schedule
+_CHOICE = 2  # seeds a random stream other than the schedule's
 _LARGEST_ERROR = 0.1
 """Median difference, in rad or m, between demonstrated and repeated states that other physics alone explain."""
 STARTS = "starts"

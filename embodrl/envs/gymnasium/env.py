@@ -83,7 +83,7 @@ class GymnasiumSimulator(Simulator):
 
     Args:
         env_id: id for ``gymnasium.make``, including ``module:Name-v0``, which imports the module first.
-        size: height and width of images, in pixels; None: none are wanted but those of ``film``.
+        size: height and width of images, in pixels; None: only ``film`` renders.
         film_size: height and width of ``film``, in pixels.
         instruction: language instruction for the policy.
         success_key: key of ``info``, or ``return``; None: ``success`` or ``is_success`` if present.

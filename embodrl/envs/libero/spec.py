@@ -134,14 +134,12 @@ def assets_are_there(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("env.init_states", "env.suite", "env.tasks")
 def sampled_states_are_sound(context: Context) -> Iterator[Finding]:
-    """LIBERO places objects on fixtures where these stood before the reset; libero_object has no fixtures."""
+    """LIBERO places objects on others where these stood before the reset; in these tasks all begin on the table."""
     env = context.env(LiberoConfig)
     misplaced = [task for task in env.tasks if task not in ALL_ON_TABLE]
     if env.init_states == "sampled" and env.suite != "libero_object" and misplaced:
-        message = f"{misplaced[0]} begins with an object on or in another; sampling would misplace it"
-        hint = (
-            "set it to official, or choose tasks that begin with all objects on the table, or env.suite=libero_object"
-        )
+        message = f"{misplaced[0]} may begin with an object on or in another, which sampling would misplace"
+        hint = f"set it to official, or choose env.suite=libero_object or among {', '.join(sorted(ALL_ON_TABLE))}"
         yield Finding("env.init_states", message, hint, "official", others=("env.suite", "env.tasks"))
 
 

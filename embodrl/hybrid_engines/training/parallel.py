@@ -36,14 +36,14 @@ def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int, niceness: int
 
 @lru_cache(maxsize=8)
 def _threads(num_threads: int, niceness: int, process_id: int) -> ThreadPoolExecutor:
-    """Return threads that are kept: those of new ones would allocate the buffers of the matrix products anew."""
+    """Return a thread pool that is reused: new threads would allocate the buffers of matrix products again."""
     del process_id  # threads do not survive a fork
     return ThreadPoolExecutor(num_threads, "embodrl-batch", _be_nice, (niceness,))
 
 
 @contextmanager
 def _short_turns() -> Iterator[None]:
-    """Let threads of small operations wait less for the interpreter."""
+    """Shorten the time that a thread waits for the interpreter lock: operations here are small."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:

@@ -175,7 +175,7 @@ def _read_network(directory: Path, sizes: dict[str, Any], device: torch.device) 
     files = checkpoint.weight_files(directory)
     checkpoint.stored_shapes(files)  # refuses damaged files
     logging.disable_progress_bar()
-    # By transformers, whose names of the layers differ between versions, and from those of public checkpoints.
+    # transformers maps layer names, which differ between its versions and public checkpoints.
     load: Any = Dinov2Model.from_pretrained
     network, found = load(
         directory,
