@@ -20,15 +20,8 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
         ("actor", "fsdp2"): ("fsdp", "write actor=fsdp, which is FSDP2"),
         ("env", "libero_long"): ("libero_10", "write env=libero_10"),
         ("model.model_type", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
-        ("cluster", "colocated"): (
-            "",
-            "processes share devices by default: remove the cluster setting, or see docs/placement.md",
-        ),
-        ("cluster", "disaggregated"): (
-            "",
-            "write actor=fsdp cluster.placement=auto runner.max_staleness=1, or, with one GPU for each,"
-            " 'cluster.component_placement={actor:0,rollout:1,env:1}'",
-        ),
+        ("cluster", "co-located"): ("colocated", "write cluster=colocated"),
+        ("cluster", "collocated"): ("colocated", "write cluster=colocated"),
         ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
         ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
         ("algorithm", "a2c"): ("ppo", "write algorithm=ppo, or algorithm=reinforce_pp without a critic"),
