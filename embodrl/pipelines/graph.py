@@ -160,30 +160,50 @@ class Graph:
         outputs = _Outputs(self.nodes)
         metrics: Metrics = {}
         may_stop = True
-        retries = 0
+        retries = 0.0
         for node in self.nodes:
             if on_node is not None:
                 on_node(node)
             may_stop = may_stop and node.role not in CHANGES
-            clock = time.perf_counter()
-            inputs = outputs.of(node)
-            attempts = 0
-            while True:
-                try:
-                    with _guarded(node):
-                        result = node.fn(context, *map(shared, inputs))
-                    break
-                except Exception as error:  # noqa: BLE001  a user's node may raise anything
-                    attempts += 1
-                    self._tried(node, inputs, error, attempts, may_stop)
-            value, found = self._outcome(node, result)
-            now = time.perf_counter()
-            metrics |= found | {f"time/{node.name}_s": now - clock}
-            record(node.name, clock, now)
-            retries += attempts
+            value, found = self.call(node, context, outputs.of(node), may_stop)
+            retries += found.pop(RETRIES, None) or 0.0
+            metrics |= found
             outputs.add(node, value)
-            del inputs, result, value
-        return metrics | ({RETRIES: float(retries)} if any(node.retries for node in self.nodes) else {})
+            del value
+        return metrics | ({RETRIES: retries} if any(node.retries for node in self.nodes) else {})
+
+    def call(
+        self, node: GraphNode, context: PipelineContext, inputs: Sequence[object], may_stop: bool
+    ) -> tuple[object, Metrics]:
+        """Run a node with its retries.
+
+        Args:
+            node: one of this graph's.
+            context: passed to it.
+            inputs: outputs of the nodes that it depends on.
+            may_stop: nothing has been learned yet, so that it may be interrupted.
+
+        Returns:
+            its output, and its metrics with ``time/<node>_s`` and, if it may be retried, the number of retries.
+
+        Raises:
+            InterruptedError, EmbodrlError, PipelineError: as ``run``.
+        """
+        clock = time.perf_counter()
+        attempts = 0
+        while True:
+            try:
+                with _guarded(node):
+                    result = node.fn(context, *map(shared, inputs))
+                break
+            except Exception as error:  # noqa: BLE001  a user's node may raise anything
+                attempts += 1
+                self._tried(node, inputs, error, attempts, may_stop)
+        value, found = self._outcome(node, result)
+        now = time.perf_counter()
+        record(node.name, clock, now)
+        found |= {f"time/{node.name}_s": now - clock}
+        return value, found | ({RETRIES: float(attempts)} if node.retries else {})
 
     def _tried(
         self, node: GraphNode, inputs: Sequence[object], error: Exception, attempts: int, may_stop: bool
