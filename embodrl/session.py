@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -25,9 +26,30 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from embodrl.algorithms.advantages import Advantages
+    from embodrl.config.load import LoadedConfig
     from embodrl.config.schema import Config
     from embodrl.data.trajectory import TrajectoryBatch
     from embodrl.models.base import VLAPolicy
+
+
+@contextmanager
+def started(loaded: LoadedConfig) -> Iterator[RolloutLearner]:
+    """Start the parts of a run, without its trainer; they end with the block.
+
+    Raises:
+        EmbodrlError: a requirement is missing, or a process could not be started.
+    """
+    config = loaded.config
+    directory = run_directory(config)
+    place = loaded.deployment.main_place
+    check_machine(config, loaded.deployment)
+    with torch_settings(), run_directory_of(directory) as lock, bound_to(place.cpus if place is not None else ()):
+        device = device_of(config, loaded.deployment)
+        session = RunSession(loaded, directory, lock, StopSignal(), None, None)
+        with ExitStack() as closing:
+            learner = start_learner(session, device, lambda: False, lambda *_: None, closing)
+            learner.begin()
+            yield learner
 
 
 class Session:
@@ -84,17 +106,7 @@ class Session:
                 "leave out pipeline.fn and choose an algorithm such as ppo or grpo, or call embodrl.train",
                 code="session-pipeline",
             )
-        check_machine(config, self._loaded.deployment)
-        with ExitStack() as closing:  # also what was started before an error
-            closing.enter_context(torch_settings())
-            lock = closing.enter_context(run_directory_of(run_directory(config)))
-            session = RunSession(self._loaded, run_directory(config), lock, StopSignal(), None, None)
-            place = session.deployment.main_place
-            device = device_of(config, session.deployment)
-            closing.enter_context(bound_to(place.cpus if place is not None else ()))
-            self._started = start_learner(session, device, lambda: False, lambda *_: None, closing)
-            self._started.begin()
-            self._closing = closing.pop_all()
+        self._started = self._closing.enter_context(started(self._loaded))
         return self
 
     def __exit__(
