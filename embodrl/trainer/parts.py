@@ -23,6 +23,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.learners.base import Learner
 from embodrl.learners.dagger import DaggerUpdater
 from embodrl.learners.off_policy import OffPolicyUpdater
+from embodrl.learners.offline.backend import OfflineBackend
 from embodrl.learners.on_policy import UPDATE, Demonstrations, OnPolicyUpdate
 from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.replay import make_stores
@@ -57,6 +58,7 @@ from embodrl.workers.remote_backend import (
 )
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import LocalBackend, make_collector
+from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
@@ -115,9 +117,14 @@ def build(
     closing.enter_context(MemoryWatch())
     config = session.config
     make: PartsBuilder = acts_in_processes if session.deployment.rolls_out_in_processes else acts_in_driver
+    if config.rollout.replay is not None:
+        make = replays_in_driver
     if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
         make = cast("PartsBuilder", import_object(own))
     parts = make(session, device, stopped, closing, on_step)
+    if config.runner.save_rollouts:
+        rollouts = parts.rollouts
+        rollouts.collector = SavingCollector(rollouts.collector, session.directory / ROLLOUTS_DIR)
     session.engine = parts.engine
     session.stop.arm()
     num_bytes = parts.engine.shapes().num_bytes
@@ -205,6 +212,23 @@ def acts_in_driver(
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
+
+
+def replays_in_driver(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
+) -> Parts:
+    """Like ``build``, if saved rollouts take the place of new ones; simulators start with the first evaluation."""
+    config = session.config
+    deployment = session.deployment
+    policy = make_policy(session, device)
+    engine = start_engine(session, session.weights_from, policy, closing)
+    acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
+    log_dir = session.directory / "logs"
+    should_stop = also_lost(engine, stopped)
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, should_stop, ReplayedRollouts)
+    closing.callback(rollouts.close)
+    rewards = RewardWorker(config, config.env.tasks)
+    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, None, on_step))
 
 
 def acts_in_processes(
