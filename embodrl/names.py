@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -49,27 +50,56 @@ def meant(name: str, known: list[str]) -> str:
 
 
 def import_object(path: str) -> Any:
-    """Return the object at ``module:attribute``.
+    """Return the object at ``module:attribute`` or ``module:Class.method``.
+
+    A method is bound to an instance that the class gives without arguments; methods of one class share it.
 
     Raises:
-        EmbodrlError: the path does not have that form, or the attribute does not exist.
+        EmbodrlError: the path does not have that form, an attribute does not exist, or the class gives no instance.
         Exception: any exception from importing the module.
     """
-    module_name, separator, attribute = path.partition(":")
-    if not separator or not module_name or not attribute:
+    module_name, separator, attributes = path.partition(":")
+    if not separator or not module_name or not all(attributes.split(".")):
         raise EmbodrlError(
             f"'{path}' is not of the form module:attribute",
-            "write my_package.my_module:my_function",
+            "write my_package.my_module:my_function or my_package.my_module:MyClass.my_method",
             code="function-path",
         )
-    module = importlib.import_module(module_name)
+    found: Any = importlib.import_module(module_name)
+    place = module_name
+    for attribute in attributes.split("."):
+        found = _attribute(found, attribute, place)
+        place += (":" if place == module_name else ".") + attribute
+    return found
+
+
+def _attribute(owner: Any, name: str, place: str) -> Any:
+    """Return an attribute of the module or class at ``place``; a method is bound to the class's instance."""
     try:
-        return getattr(module, attribute)
+        found = getattr(owner, name)
     except AttributeError as error:
-        near = nearest(attribute, [name for name in vars(module) if not name.startswith("_")])
-        hint = f"did you mean {module_name}:{near}?" if near else f"define it in {module_name}"
+        kind, joint = ("module", ":") if inspect.ismodule(owner) else ("object", ".")
+        near = nearest(name, [known for known in dir(owner) if not known.startswith("_")])
+        hint = f"did you mean {place}{joint}{near}?" if near else f"define it in {place}"
+        raise EmbodrlError(f"{kind} '{place}' has no attribute '{name}'", hint, code="function-missing") from error
+    is_method = inspect.isclass(owner) and inspect.isfunction(inspect.getattr_static(owner, name))
+    return getattr(_instance(owner), name) if is_method else found
+
+
+@functools.cache
+def _instance(cls: type) -> Any:
+    """Return the only instance of a class whose methods a path names.
+
+    Raises:
+        EmbodrlError: its constructor needs arguments, or raises.
+    """
+    try:
+        return cls()
+    except Exception as error:  # a user's class may raise anything
         raise EmbodrlError(
-            f"module '{module_name}' has no attribute '{attribute}'", hint, code="function-missing"
+            f"making '{cls.__module__}:{cls.__qualname__}' failed: {type(error).__name__}: {error}",
+            "give it a constructor without arguments, or make the method a staticmethod or classmethod",
+            code="method-instance",
         ) from error
 
 

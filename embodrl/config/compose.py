@@ -91,6 +91,9 @@ MAX_ARGUMENT = 10_000
 """Maximum characters of an argument: parsing takes more than linear time."""
 
 
+PLACEMENT = "cluster.component_placement"
+"""Mapping of components, or of several joined by commas, to places."""
+
 AXES_KEY = "axes"
 """Key whose value is text with commas, which are not a sweep."""
 
@@ -359,10 +362,34 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
             continue
         value = None if argument.delete else from_plain(argument.value, argument.origin)
         wrong = put(tree, argument.key, value)
+        if not wrong and value is not None:
+            place_alone(tree, argument.key)
         if wrong:
             hint = "write an item as KEY.0.NAME=VALUE, or give the whole list, here or in a --config file"
             problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), hint=hint, code="argument-target"))
     return problems
+
+
+def place_alone(tree: Node, key: str) -> None:
+    """Remove a component that ``cluster.component_placement.NAME`` places from the lines that place several.
+
+    ``actor,rollout,env: all`` with the argument ``cluster.component_placement.actor=0-3`` becomes ``rollout,env: all``
+    and ``actor: 0-3``.
+    """
+    section, _, name = key.rpartition(".")
+    if section != PLACEMENT:
+        return
+    lines = lookup(tree, section)
+    assert lines is not None  # the argument has just been put there
+    kept: dict[str, Node] = {}
+    for names, place in lines.children.items():
+        others = [part for part in names.split(",") if part.strip() != name]
+        if names == name or len(others) == len(names.split(",")):
+            kept[names] = place
+        elif others:
+            kept[",".join(others)] = place
+    lines.value = kept
+    lines.origin = kept[name].origin
 
 
 def taken_back(arguments: list[Argument]) -> list[ConfigProblem]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from embodrl.config.foreign_keys import foreign_advice
 from embodrl.config.rlinf import hint_of
 
 _OWN = "register an environment of your own (docs/tutorial.md), or choose one of `embodrl list envs`"
 _GAE = "write algorithm.adv_type=gae, PPO's estimator; algorithm=ppo chooses estimator and loss"
 _PPO_LOSS = "write algorithm.loss_type=actor_critic, PPO's loss with a critic; algorithm=ppo chooses estimator and loss"
+_TRACKERS = (
+    "write runner.logger.wandb_mode=online or runner.logger.tensorboard=true; metrics.jsonl has the same rows for"
+    " any other tracker"
+)
 OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
     {
         ("model", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
@@ -20,17 +25,12 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
         ("actor", "fsdp2"): ("fsdp", "write actor=fsdp, which is FSDP2"),
         ("env", "libero_long"): ("libero_10", "write env=libero_10"),
         ("model.model_type", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
-        ("cluster", "colocated"): (
-            "",
-            "processes share devices by default: remove the cluster setting, or see docs/placement.md",
-        ),
-        ("cluster", "disaggregated"): (
-            "",
-            "write actor=fsdp cluster.placement=auto runner.max_staleness=1, or, with one GPU for each,"
-            " 'cluster.component_placement={actor:0,rollout:1,env:1}'",
-        ),
+        ("cluster", "co-located"): ("colocated", "write cluster=colocated"),
+        ("cluster", "collocated"): ("colocated", "write cluster=colocated"),
         ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
         ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
+        ("runner.logger", "swanlab"): ("", _TRACKERS),
+        ("runner.logger", "mlflow"): ("", _TRACKERS),
         ("algorithm", "a2c"): ("ppo", "write algorithm=ppo, or algorithm=reinforce_pp without a critic"),
         ("algorithm.loss_type", "a2c"): ("actor_critic", _PPO_LOSS),
         ("algorithm.adv_type", "a2c"): ("gae", _GAE),
@@ -45,6 +45,7 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
         for name, title in {
             "behavior": "BEHAVIOR (OmniGibson)",
             "calvin": "CALVIN",
+            "genesis": "Genesis",
             "isaaclab": "Isaac Lab",
             "robocasa": "RoboCasa",
             "robotwin": "RoboTwin",
@@ -115,11 +116,9 @@ _GPUS = (
 )
 OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     "actor.model.path": _MODEL_PATH,
-    "actor_rollout_ref.model.path": _MODEL_PATH,
     "rollout.model.path": _MODEL_PATH,
     "model.path": _MODEL_PATH,
     "model.pth": _MODEL_PATH,
-    "algorithm.adv_estimator": ("algorithm.adv_type", "write algorithm.adv_type"),
     "actor.bs": _BATCH,
     "actor.lr": ("actor.optim.lr", "write actor.optim.lr"),
     "actor.optim.learning_rate": ("actor.optim.lr", "write actor.optim.lr"),
@@ -130,15 +129,9 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
         "choose a preset with GROUP=NAME, e.g. experiment=pick_cube, and a YAML file with --config FILE",
     ),
     "config_path": ("", "pass a YAML file with --config FILE, a directory of presets with --presets DIR"),
-    "policy.type": ("model", "write model=NAME, a preset of `embodrl list presets`"),
-    "policy.path": _MODEL_PATH,
-    "env.task": ("env.tasks", "write env.tasks=[TASK]"),
-    "env.type": ("env", "write env=NAME, a preset of `embodrl list presets`"),
-    "dataset.repo_id": ("sft.data_dir", "write sft.data_dir=DIR-or-hub-id with `embodrl sft`"),
     "actor.batch_size": _BATCH,
     "trainer.n_gpus_per_node": _GPUS,
     "gpus": _GPUS,
-    "trainer.nnodes": ("cluster.num_nodes", "write cluster.num_nodes"),
     "cluster.num_gpus": _GPUS,
     "runner.precision": ("actor.precision", "write actor.precision, which rollouts follow"),
     "env.num_envs": ("env.train.total_num_envs", "write env.train.total_num_envs, over all processes"),
@@ -166,7 +159,7 @@ def key_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None
     for full, found in OTHER_KEYS.items():
         if full == key or (full.startswith(f"{key}.") and given(full)):
             return found
-    return hint_of(key, given)
+    return (None if key in MEANT else foreign_advice(key, given)) or hint_of(key, given)
 
 
 def advice(key: str, name: str) -> tuple[str, str] | None:

@@ -1,9 +1,11 @@
-"""``cluster.placement=auto``: a placement that fills the cluster, with its reasons. Arithmetic only.
+"""``cluster.placement`` by name: a placement that fills the cluster, with its reasons. Arithmetic only.
 
-If rollouts and training take turns, sharing all devices is fastest. If they run concurrently, as in an asynchronous
-run, an iteration takes as long as the slower of the two: with a share s of the work in training, a actors and r
-rollouts, max(s / a, (1 - s) / r). The minimum over all a + r <= devices that the batch sizes allow is chosen; ties go
-to the smallest sum.
+If rollouts and training take turns, sharing all devices (colocated) is fastest. If they run concurrently, as in an
+asynchronous run, each has devices of its own (disaggregated), and an iteration takes as long as the slower of the two:
+with a share s of the work in training, a actors and r rollouts, max(s / a, (1 - s) / r). The minimum over all
+a + r <= devices that the batch sizes allow is chosen; ties go to the smallest sum. ``auto`` takes the first without,
+the second with ``runner.max_staleness``. With ``hybrid`` the simulators have devices of their own beside those of the
+acting policy, as where they render or simulate on GPUs, and training takes its turn on all of them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from embodrl.deployment.grammar import COMPONENTS
+from embodrl.deployment.grammar import COMPONENTS, PlacementError
 from embodrl.specs import ENGINES, LOSSES
 
 if TYPE_CHECKING:
@@ -32,37 +34,41 @@ class Choice:
 
 
 def choose(config: Config, gpus_per_node: int) -> Choice:
-    """Return a placement on all GPUs of the cluster, or on its machines if they have none.
+    """Return the placement that ``cluster.placement`` names, on all GPUs of the cluster, or on its machines if they
+    have none.
 
-    The run's own placement is ignored.
+    The run's own ``cluster.component_placement`` is ignored.
+
+    Raises:
+        PlacementError: the devices can't be divided as the name says.
     """
     cluster = config.cluster
     size = cluster.num_nodes * (gpus_per_node or 1)
     what = "GPU" if gpus_per_node else "machine"
     have = f"{size} {what}{'s' if size > 1 else ''}"
+    kind = cluster.placement
+    if kind == "hybrid":
+        return _hybrid(config, have, gpus_per_node)
     ahead = config.runner.max_staleness > 0
     actors, training = _actors(config, size)
     rollouts, acting = _rollouts(config, size)
+    sizes = [(a, r) for a in actors for r in rollouts if a + r <= size]
+    if kind == "disaggregated" and not sizes:
+        limits = f": training: {training}; rollouts: {acting}" if size > 1 else ""
+        raise _indivisible(f"{have} can't be divided among training and rollouts{limits}")
     if size == 1:
         return _explained(dict.fromkeys(COMPONENTS, "0"), [f"{have}: training, rollouts and simulators share it"])
-    share = cluster.training_share
-    sizes = [(a, r) for a in actors for r in rollouts if a + r <= size]
-    if ahead and sizes:
-
-        def duration(pair: tuple[int, int]) -> tuple[float, float]:
-            each = share / pair[0], (1 - share) / pair[1]
-            return max(each), sum(each)
-
-        count, acts = min(sizes, key=duration)
-        reason = (
-            f"{have}; rollouts run while the policy trains (runner.max_staleness={config.runner.max_staleness}): each"
-            f" has its own, {count} and {acts}, as training is {share:.0%} of the work (cluster.training_share)"
-        )
+    if sizes and config.divides_devices:
+        count, acts, reason = _divided(config, have, sizes)
         where = _ranks(count, count + acts)
     else:
         count = actors[-1]
         acts = rollouts[-1]
-        turns = "are too few to be divided" if ahead else "rollouts and training take turns (runner.max_staleness=0)"
+        turns = "rollouts and training take turns (runner.max_staleness=0)"
+        if kind == "colocated":
+            turns = "rollouts and training share them (cluster.placement=colocated)"
+        elif ahead:
+            turns = "are too few to be divided"
         reason = f"{have}; {turns}: both use as many as they can"
         where = _ranks(0, acts) if size % acts or acts == 1 else _spread(size, acts)
     places = {"actor": _ranks(0, count), "rollout": where, "env": where}
@@ -73,6 +79,71 @@ def choose(config: Config, gpus_per_node: int) -> Choice:
         places["env"] = _ranks(first, first + simulators)
         reasons.append(f"simulators: on {simulators} GPUs of machine 0, next to the rollout process")
     return _explained(places, reasons)
+
+
+def _divided(config: Config, have: str, sizes: list[tuple[int, int]]) -> tuple[int, int, str]:
+    """Return the numbers of training and of rollout processes with the shortest iteration, and the reason."""
+    share = config.cluster.training_share
+
+    def duration(pair: tuple[int, int]) -> tuple[float, float]:
+        each = share / pair[0], (1 - share) / pair[1]
+        return max(each), sum(each)
+
+    count, acts = min(sizes, key=duration)
+    why = f"rollouts run while the policy trains (runner.max_staleness={config.runner.max_staleness})"
+    if config.runner.max_staleness == 0:
+        why = "training and rollouts are apart (cluster.placement=disaggregated), and wait for each other"
+    reason = f"{have}; {why}: each has its own, {count} and {acts}, as training is {share:.0%} of the work"
+    return count, acts, f"{reason} (cluster.training_share)"
+
+
+def _hybrid(config: Config, have: str, gpus_per_node: int) -> Choice:
+    """Return a placement whose simulators have the second half of the GPUs of every machine, and training all GPUs.
+
+    Raises:
+        PlacementError: a machine has fewer than two GPUs, or simulators or rollouts can't be spread over the halves.
+    """
+    nodes = config.cluster.num_nodes
+    if gpus_per_node < 2:
+        raise _indivisible(f"{have} can't be divided among simulators and the acting policy")
+    rollouts, acting = _rollouts(config, nodes * gpus_per_node)
+    simulators = config.env.num_processes
+    halves = [
+        (acts, seen)
+        for acts in range(1, gpus_per_node)
+        for seen in range(1, gpus_per_node - acts + 1)
+        if acts * nodes in rollouts and simulators % (seen * nodes) == 0
+    ]
+    if not halves:
+        raise _indivisible(f"{have} can't be divided among env.num_processes={simulators} and rollouts: {acting}")
+    acts, seen = max(halves, key=lambda half: (min(half), sum(half)))
+    actors, training = _actors(config, nodes * gpus_per_node)
+    places = {
+        "actor": _ranks(0, actors[-1]),
+        "rollout": _of_each(nodes, gpus_per_node, 0, acts),
+        "env": _of_each(nodes, gpus_per_node, acts, acts + seen),
+    }
+    reason = f"{have}; simulators and the acting policy have devices of their own, training takes turns on all"
+    each = " of each machine" if nodes > 1 else ""
+    return _explained(
+        places,
+        [
+            f"{reason} (cluster.placement=hybrid)",
+            f"training: {actors[-1]} process(es); {training}",
+            f"rollouts: on {acts} GPU(s){each}; {acting}",
+            f"simulators: on {seen} other GPU(s){each}",
+        ],
+    )
+
+
+def _indivisible(message: str) -> PlacementError:
+    hint = "set cluster.placement=auto; on one device actor.own_process=true rollout.own_process=true divide the work"
+    return PlacementError(message, hint, "auto, colocated, given; or more devices")
+
+
+def _of_each(nodes: int, gpus: int, first: int, end: int) -> str:
+    """Return the devices ``first`` to ``end - 1`` of every machine, counted over all machines."""
+    return ",".join(_ranks(node * gpus + first, node * gpus + end) for node in range(nodes))
 
 
 def _explained(places: dict[str, str], reasons: list[str]) -> Choice:

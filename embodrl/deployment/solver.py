@@ -46,7 +46,7 @@ class Deployment:
         num_cpus: logical CPUs of the driver's machine that the run may use.
         trains_in_processes: training runs outside the driver.
         rolls_out_in_processes: rollouts run outside the driver.
-        reasons: reasons for the placement, with ``cluster.placement=auto``.
+        reasons: reasons for the placement, where ``cluster.placement`` names one.
     """
 
     processes: tuple[ProcessPlace, ...]
@@ -94,7 +94,10 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A line ``names: text`` of ``cluster.component_placement`` that is invalid or impossible, and the reason."""
+    """A line ``names: text`` of ``cluster.component_placement`` that is invalid or impossible, and the reason.
+
+    For ``cluster.placement=text`` without such lines ``names`` is empty.
+    """
 
     names: str
     text: str
@@ -147,8 +150,11 @@ def solve(config: Config, machine: Machine | None = None, planning: bool = False
     cluster = config.cluster
     gpus = _gpus_per_node(cluster, machine)
     choice = None
-    if cluster.placement == "auto" and gpus is not None:
-        choice = choose(config, gpus)
+    if cluster.placement != "given" and gpus is not None:
+        try:
+            choice = choose(config, gpus)
+        except PlacementError as error:
+            return Solution(machine, gpus, {}, (Unplaced("", cluster.placement, error),), None, planning)
         cluster = cluster.model_copy(update={"component_placement": choice.places})
         config = config.model_copy(update={"cluster": cluster})
     places, unplaced = _place(config, _MANY_GPUS if gpus is None else gpus)

@@ -47,12 +47,13 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
 
 @rule("cluster.placement", KEY, "cluster.node_groups")
 def there_is_one_placement(context: Context) -> Iterator[Finding]:
-    """The placement is either explicit or automatic."""
-    if context.config.cluster.placement != "auto":
+    """The placement is given by device or by name."""
+    named = context.config.cluster.placement
+    if named == "given":
         return
     for key in (KEY, "cluster.node_groups"):
         if context.by_user(key):
-            message = "is 'auto', which chooses devices from the whole cluster"
+            message = f"is '{named}', which chooses devices from the whole cluster"
             yield Finding(
                 "cluster.placement", message, f"leave out {key}, or cluster.placement", "given", others=(key,)
             )
@@ -74,12 +75,16 @@ def node_groups_are_sound(context: Context) -> Iterator[Finding]:
             yield Finding(f"{key}.node_ranks", str(error), error.hint, error.allowed, others=("cluster.num_nodes",))
 
 
-@rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
+@rule(KEY, "cluster.placement", "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
 def places_exist(context: Context) -> Iterator[Finding]:
     """Placements are readable, name existing devices and suit the backends; batches and simulators divide evenly."""
     for failure in context.solution.unplaced:
         names = failure.names
         reason = failure.reason
+        if not names:
+            message = f"is '{failure.text}': {reason}"
+            yield Finding("cluster.placement", message, reason.hint, reason.allowed, others=("cluster.device",))
+            continue
         message = f"'{names}: {failure.text}' is invalid or cannot be satisfied: {reason}"
         yield Finding(KEY, message, reason.hint, reason.allowed, others=("cluster.device",), at=f"{KEY}.{names}")
     yield from shares_are_even(context.config, context.solution.places)

@@ -77,18 +77,19 @@ class ClusterConfig(Section):
         default={"actor,rollout,env": "all"},
         description="components to devices, e.g. `actor,rollout: 0`; all, ranks, or `LABEL/ranks` in a node group",
     )
-    placement: Literal["given", "auto"] = Field(
+    placement: Literal["given", "auto", "colocated", "disaggregated", "hybrid"] = Field(
         default="given",
-        description="given: component_placement; auto: a placement that fills the cluster, which `embodrl plan train`"
-        " explains",
+        description="given: component_placement; else a placement that fills the cluster, which `embodrl plan train`"
+        " explains: colocated (training and rollouts share all devices), disaggregated (each has its own), hybrid"
+        " (simulators and the acting policy have their own, training all), auto (one of the first two)",
     )
     training_share: Annotated[
-        float, AppliesIf("cluster.placement", ("auto",)), AppliesIf("runner.max_staleness"), WORKERS
+        float, AppliesIf("divides_devices", reason="training and rollouts share all devices"), WORKERS
     ] = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="training's share of the work of an asynchronous run, for placement=auto: on one device,"
+        description="training's share of the work, for devices that are divided: on one device,"
         " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
     )
     heartbeat_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(

@@ -108,6 +108,12 @@ class Config(Section):
         return self.algorithm.decoupled.needs_proximal or self.recomputes_logprobs
 
     @property
+    def divides_devices(self) -> bool:
+        """Whether ``cluster.placement`` gives training and rollouts devices of their own, where there are enough."""
+        placement = self.cluster.placement
+        return placement == "disaggregated" or (placement == "auto" and self.runner.max_staleness > 0)
+
+    @property
     def evaluated(self) -> Config:
         """Configuration of evaluations, with the overrides in ``env.eval``; itself if there are none."""
         env = self.env.evaluated()

@@ -11,7 +11,8 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys, shipped_schemas
-from embodrl.config.other_systems import OTHER_KEYS, OTHER_NAMES
+from embodrl.config.foreign_keys import FOREIGN_KEYS
+from embodrl.config.other_systems import MEANT, OTHER_KEYS, OTHER_NAMES, key_advice
 from embodrl.config.presets import groups, presets
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.names import import_workflow
@@ -34,6 +35,51 @@ def test_a_name_of_another_system_is_answered(key: str, name: str) -> None:
     }
     names = known[key]() if key in known else presets(key)
     assert name not in names and (near in names or not near) and (key in groups() or key in known)
+
+
+FOREIGN = {
+    (system, name): answer
+    for system, keys in FOREIGN_KEYS.items()
+    for names, answer in keys.items()
+    for name in names.split(", ")
+    if name != "others"
+}
+
+
+def test_keys_of_other_systems_are_answered_from_one_table() -> None:
+    known = {key for schema in shipped_schemas() for key in schema_keys(schema)}
+    answered = {name for _, name in FOREIGN} - known - set(MEANT) - set(OTHER_KEYS)
+    assert len(answered) > 100
+    for name in answered:
+        near, hint = key_advice(name, lambda _: False) or ("", "")
+        assert hint and (near in known or not near), name
+        assert near in {ours for (_, key), (ours, _) in FOREIGN.items() if key == name}, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "near", "hints"),
+    [
+        (["async_level=2"], "async_level", "runner.max_staleness", []),
+        (["rollout.max_head_offpolicyness=4"], "rollout.max_head_offpolicyness", "runner.max_staleness", []),
+        (["critic.optim.lr=1e-5"], "critic", "actor.optim.value_lr", []),
+        (["dag.custom_pipeline_fn=a:b"], "dag", "pipeline.fn", []),
+        (
+            ["actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.rollout.n=8"],
+            "actor_rollout_ref",
+            "actor.optim.lr",
+            [
+                "actor_rollout_ref.actor.optim.lr: write actor.optim.lr; ",
+                "actor_rollout_ref.rollout.n: write algorithm",
+            ],
+        ),
+    ],
+)
+def test_a_section_of_another_system_is_answered_by_its_keys(
+    settings: list[str], key: str, near: str, hints: list[str]
+) -> None:
+    (problem,) = problems(*settings)
+    assert (problem.key, problem.nearest) == (key, near)
+    assert all(hint in problem.hint for hint in hints)
 
 
 @pytest.mark.parametrize("key", OTHER_KEYS)

@@ -36,6 +36,56 @@ def wrapping_loss(*, logprobs: Any, **rest: Any) -> None:
     """A loss that hands on whatever it gets."""
 
 
+class Pieces:
+    """Functions of a user who writes classes."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def again(self) -> int:
+        return self.count()
+
+    @staticmethod
+    def loss(logprobs: Any, advantages: Any, valid: Any) -> None:
+        """A loss without a critic."""
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+    class Inner:
+        def here(self) -> str:
+            return "inner"
+
+
+class Needy:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def count(self) -> int:
+        return self.size
+
+
+def test_a_method_is_named_by_its_class() -> None:
+    count = import_function(f"{ME}:Pieces.count")
+    assert count() == 1 and import_function(f"{ME}:Pieces.again")() == 2, "methods share an instance"
+    assert import_function(f"{ME}:Pieces.name")() == "Pieces"
+    assert import_function(f"{ME}:Pieces.Inner.here")() == "inner"
+    assert import_function(f"{ME}:Pieces.loss") is Pieces.loss
+    assert set(LOSSES.entry(f"{ME}:Pieces.loss").parameters) == {"logprobs", "advantages", "valid"}
+    with raises_code("function-missing") as caught:
+        import_function(f"{ME}:Pieces.cuont")
+    assert f"{ME}:Pieces.count" in caught.value.hint
+    with raises_code("method-instance"):
+        import_function(f"{ME}:Needy.count")
+    with raises_code("function-path"):
+        import_function(f"{ME}:Pieces.")
+
+
 def test_facts_follow_from_the_signature() -> None:
     handed_on = LOSSES.entry(f"{ME}:wrapping_loss").parameters
     assert {"prox_logprobs", "behavior_weights", "kl_coef", "clip_ratio_dual"} <= set(handed_on)

@@ -162,6 +162,10 @@ AHEAD = "runner.max_staleness=1"
         (("cluster=8xh100", *MANY, AHEAD, "cluster.training_share=0.2", *THIRTY), range(2), range(2, 8)),
         (("cluster=8xh100", *MANY, AHEAD, "cluster.training_share=0.8"), range(4), range(4, 8)),
         (("cluster=8xh100", "env.num_processes=4", AHEAD), [0], range(1, 5)),
+        # By name: turns although rollouts could run ahead, and the reverse.
+        (("cluster=8xh100", *MANY, AHEAD, "cluster.placement=colocated"), range(8), range(8)),
+        (("cluster=8xh100", *MANY, "cluster.placement=disaggregated"), range(4), range(4, 8)),
+        (("cluster=8xh100", "cluster.placement=disaggregated", "cluster.training_share=0.2"), [0], [1, 2]),
         # Nothing to divide.
         (("cluster=1xh200", *MANY), [0], [0]),
         (("cluster=1xh200", AHEAD), [0], [0]),
@@ -189,8 +193,71 @@ def test_an_automatic_placement_fills_the_cluster(
     assert deployment.reasons
     # The plan's last line is the same placement, given by hand.
     by_hand = deployment.reasons[-1].partition("'")[2].removesuffix("'")
-    given = load_config([*AUTO[:2], *settings, by_hand], None, "plan").deployment
+    others = [setting for setting in settings if not setting.startswith("cluster.placement=")]
+    given = load_config([*AUTO[:2], *others, by_hand], None, "plan").deployment
     assert given.processes == deployment.processes and given.reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "rollouts", "envs"),
+    [
+        (("cluster=8xh100", *MANY), [0, 1, 2, 3], [4, 5, 6, 7]),
+        (("cluster=8xh100", "env.num_processes=2"), [0, 1], [2, 3]),
+        (("cluster=8xh100", "algorithm=sac", "model=mlp", "env.num_processes=4"), [0], [1, 2, 3, 4]),
+        (
+            ("cluster=2x8xh100", "cluster.launcher=ray", *MANY),
+            [0, 1, 2, 3, 8, 9, 10, 11],
+            [4, 5, 6, 7, 12, 13, 14, 15],
+        ),
+    ],
+)
+def test_a_hybrid_placement_gives_simulators_and_the_acting_policy_their_own_gpus(
+    settings: tuple[str, ...], rollouts: list[int], envs: list[int]
+) -> None:
+    loaded = load_config([*AUTO[:2], *settings, "cluster.placement=hybrid"], None, "plan")
+    deployment = loaded.deployment
+
+    def devices(component: str) -> list[int]:
+        return [8 * place.node + place.devices[0] for place in deployment.of(component)]
+
+    assert devices("rollout") == rollouts and sorted(set(devices("env"))) == envs
+    assert deployment.mode == "hybrid"
+    assert len(deployment.of("actor")) == (
+        1 if "actor=fsdp" not in settings else deployment.gpus_per_node * (1 + max(rollouts) // 8)
+    )
+
+
+@pytest.mark.parametrize("name", ["disaggregated", "hybrid"])
+@pytest.mark.parametrize("cluster", ["laptop", "1xh200"])
+def test_one_device_is_not_divided(name: str, cluster: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*AUTO[:2], f"cluster={cluster}", f"cluster.placement={name}"], None, "plan")
+    assert [(problem.key, problem.code) for problem in caught.value.problems] == [("cluster.placement", "places-exist")]
+
+
+def test_a_placement_by_name_is_a_preset_of_the_cluster() -> None:
+    assert load_config(["env=toy", "model=mlp", "cluster=colocated"]).deployment.reasons
+    for name in ("disaggregated", "hybrid"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(["env=toy", "model=mlp", f"cluster={name}", "cluster.device=cpu"])
+        assert [problem.code for problem in caught.value.problems] == ["places-exist"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "placement"),
+    [
+        (["actor=0"], {"rollout,env": "all", "actor": "0"}),
+        (["env=0-3"], {"actor,rollout": "all", "env": "0-3"}),
+        (["rollout=1", "actor=0"], {"env": "all", "rollout": "1", "actor": "0"}),
+        (["rollout=1", "actor=0", "env=1", "actor=2"], {"rollout": "1", "actor": "2", "env": "1"}),
+    ],
+)
+def test_one_component_is_placed_on_the_command_line(arguments: list[str], placement: dict[str, str]) -> None:
+    given = [f"cluster.component_placement.{argument}" for argument in arguments]
+    config = load_config(
+        ["env=maniskill", "model=openvla", "cluster=8xh100", "env.num_processes=4", *given], None, "plan"
+    ).config
+    assert {name: str(place) for name, place in config.cluster.component_placement.items()} == placement
 
 
 def test_a_placement_is_given_or_chosen() -> None:
