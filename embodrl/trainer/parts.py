@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -29,12 +28,11 @@ from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
-from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.specs import LAUNCHERS, LOSSES
+from embodrl.specs import LOSSES
 from embodrl.trainer.async_evaluation import AsyncEvaluator, finished_since
 from embodrl.trainer.evaluations import Evaluations
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, check_disk_space, sent_num_bytes
@@ -51,6 +49,7 @@ from embodrl.workers.remote_backend import (
     RemoteBackend,
     channels_of,
     launch_rollouts,
+    make_launcher,
     rollout_channels,
     sends_weights,
 )
@@ -73,24 +72,6 @@ class _Learning(TypedDict, total=False):
     imitated: Demonstrations
     from_records: ReplayUpdater
     replay: ReplayStores
-
-
-def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
-    """Return the launcher of a run's actor and rollout processes; None if the driver does everything itself.
-
-    Raises:
-        MissingDependencyError: Ray is configured but not installed.
-        EmbodrlError: Ray lacks the resources.
-    """
-    acts = deployment.rolls_out_in_processes
-    trains = deployment.trains_in_processes
-    if not (acts or trains):
-        return None
-    limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
-    places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
-    simulators = Counter(place.node for place in deployment.of("env")) if acts else None
-    launcher = cast("type[Launcher]", LAUNCHERS.get(config.cluster.launcher))
-    return launcher.for_run(places, simulators, config.cluster, limits)
 
 
 def build(
@@ -211,7 +192,7 @@ def acts_in_processes(
 
 
 def _start_launcher(session: RunSession, closing: ExitStack) -> Launcher | None:
-    launcher = make_launcher(session.config, session.deployment)
+    launcher = make_launcher(session.config, session.deployment, session.deployment.trains_in_processes)
     if launcher is not None:
         closing.callback(launcher.close)
     return launcher

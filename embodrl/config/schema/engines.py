@@ -9,6 +9,7 @@ from pydantic import Field
 from embodrl.config.schema.section import (
     POLICY,
     RL,
+    ROLLOUTS,
     AppliesIf,
     Decay,
     Fraction,
@@ -149,7 +150,7 @@ class RolloutConfig(Section):
     pipeline_stages: Annotated[PositiveInt, RL] = Field(
         default=1, description="groups of environments whose simulation and inference overlap"
     )
-    own_process: Annotated[bool | None, RL] = Field(
+    own_process: Annotated[bool | None, ROLLOUTS] = Field(
         default=None,
         description="run rollouts in separate processes with their own simulators; null: if there are several, or"
         " they are on other machines, or cluster.launcher is ray",
@@ -162,7 +163,7 @@ class RolloutConfig(Section):
     max_restarts: Annotated[
         int,
         AppliesIf("deployment.acts_in_processes", reason="the main process acts"),
-        ReadBy("train", "sft", "store"),
+        ReadBy("train", "eval", "sft", "store"),
     ] = Field(
         default=3,
         ge=0,
