@@ -19,9 +19,10 @@ from embodrl.trainer.provenance import compute_text
 from embodrl.types import Decoding
 from embodrl.workers.env import check_environments, make_pool, places_here
 from embodrl.workers.evaluating import RemoteEvaluator, described
-from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.evaluator import EvalResult
 from embodrl.workers.parts import make_acting, prepare_acting
 from embodrl.workers.policy import build_policy
+from embodrl.workers.rollout_backend import make_evaluator
 
 
 def evaluate(
@@ -104,7 +105,7 @@ def _measured_here(
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool:
         check_environments(config, pool, training=False)
-        evaluator = Evaluator(config, pool, make_acting(config, policy()), decodings=decodings)
+        evaluator = make_evaluator(config, pool, make_acting(config, policy()), decodings=decodings)
         with _progress(config, axis, evaluator.num_plays) as progress:
             result = evaluator.run(output.videos_of(axis), progress.update)
         if axis is None:

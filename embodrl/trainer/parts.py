@@ -43,7 +43,6 @@ from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
-from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_features, check_memory, resolve_device
 from embodrl.workers.remote_backend import (
     RemoteBackend,
@@ -54,7 +53,7 @@ from embodrl.workers.remote_backend import (
     sends_weights,
 )
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout_backend import LocalBackend, make_collector
+from embodrl.workers.rollout_backend import LocalBackend, make_collector, make_evaluator
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ def acts_in_driver(
     should_stop = also_lost(engine, stopped)
     collector = make_collector(config, pool, acting, should_stop, rewards)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
-    evaluator = Evaluator(config, pool, acting, should_stop, make_own)
+    evaluator = make_evaluator(config, pool, acting, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))

@@ -21,7 +21,7 @@ from embodrl.scheduler.worker import dispatch
 from embodrl.types import Decoding
 from embodrl.workers.acting_process import ActingProcess
 from embodrl.workers.env import check_environments, make_pool
-from embodrl.workers.evaluator import EvalProgress, EvalResult, Evaluator, evaluation_result
+from embodrl.workers.evaluator import EvalProgress, EvalResult, evaluation_result
 from embodrl.workers.remote_backend import (
     ActingWeights,
     RemoteProcesses,
@@ -30,6 +30,7 @@ from embodrl.workers.remote_backend import (
     make_launcher,
     rollout_channels,
 )
+from embodrl.workers.rollout_backend import make_evaluator
 from embodrl.workers.weights import LocalSender, WeightChannel
 
 # Numbers of finished episodes in flight; of more, some are dropped.
@@ -76,7 +77,7 @@ class EvaluatingProcess(ActingProcess):
         self.pool = make_pool(self.config, total, self.log_dir, places=self.places, axis=axis)
         self.pool.start()
         check_environments(self.config, self.pool, training=False)
-        self.evaluator = Evaluator(self.config, self.pool, self.engine, self.should_stop)
+        self.evaluator = make_evaluator(self.config, self.pool, self.engine, self.should_stop)
         self._axis = axis
 
     def _show(self, done: int, text: str) -> None:

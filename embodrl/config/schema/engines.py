@@ -176,10 +176,10 @@ class RolloutConfig(Section):
         default=False,
         description="write every version of the weights to DIR/weights of the run, for external rollouts",
     )
-    workflow: Annotated[str | None, RL] = Field(
+    workflow: Annotated[str | None, ROLLOUTS] = Field(
         default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"
     )
-    episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow"), RL] = Field(
+    episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow"), ROLLOUTS] = Field(
         default=600.0,
         description="time limit of a workflow episode in seconds, waiting included, after which it counts as failed;"
         " null: none",
