@@ -72,9 +72,11 @@ class EvaluatingProcess(ActingProcess):
         return self.evaluated(call, episodes, video_dir, decodings, self._show)
 
     def _perturb(self, axis: str | None) -> None:
+        faults = self.pool.faults
         self.pool.close()
         total = self.config.env.train.total_num_envs
         self.pool = make_pool(self.config, total, self.log_dir, places=self.places, axis=axis)
+        self.pool.recovery.faults = faults  # the driver is told totals
         self.pool.start()
         check_environments(self.config, self.pool, training=False)
         self.evaluator = make_evaluator(self.config, self.pool, self.engine, self.should_stop)

@@ -28,7 +28,6 @@ SETTINGS = [
     "env.max_episode_steps=12",
     "env.pin_cpus=false",
     "env.num_processes=2",
-    "env.train.total_num_envs=4",
     "env.eval.total_num_envs=4",
     "env.eval.num_episodes=7",
     "env.eval.seed=70",
