@@ -13,7 +13,14 @@ TWO = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
 ORDER = (
     *("eval", "env=toy", "model=mlp", "model.warm_start=null", "model.random_weights=true", "extensions=[stop_at]"),
     *("env.num_processes=2", "env.eval.total_num_envs=4", "env.eval.num_episodes=7", "env.max_episode_steps=20"),
-    *("env.video.num_episodes=5", "env.eval.decoding=all", "axes=all", "runner.logger.console=plain"),
+    *(
+        "env.video.enabled=true",
+        "env.video.num_episodes=5",
+        "env.eval.decoding=all",
+        "axes=noise",
+        "env.eval.to_step_limit=true",
+        "runner.logger.console=plain",
+    ),
 )
 OF_A_RUN = ("seconds in simulators and policy", "command", "date")
 """Settings that differ between any two evaluations."""

@@ -26,7 +26,7 @@ class WorkflowEvaluator(Evaluator):
 
     ``engine.act`` chooses with the decoding, without values. An episode may take ``env.max_episode_steps``; one that
     the workflow ends early counts with the success so far. One that fails or is rejected runs again, like one that a
-    simulator fault ended; if all concurrent episodes fail, ``run`` raises WorkflowError.
+    simulator fault ended; if the first ones all fail, ``run`` raises WorkflowError.
     """
 
     def _player(self, decoding: Decoding) -> WavePlayer:
@@ -56,7 +56,7 @@ class WorkflowEvaluator(Evaluator):
         recorder.results.policy_s += engine.busy_s
         tally = Tally()
         trajectories = runner.sort(results, tally)
-        if tally.failed == len(results):
+        if tally.failed == len(results) and np.isnan(recorder.results.outcome[:, 0]).all():
             raise runner.nothing_left(tally) from tally.first_error
         _keep(trajectories, recorder)
 

@@ -81,12 +81,12 @@ class Short(ChunkWorkflow):
 
 
 class Once(ChunkWorkflow):
-    """Fails in the first run of each episode with an odd seed, and rejects every run of seed 74."""
+    """Fails in the first run of each episode with an odd seed, and in every run of seed 76; rejects seed 74."""
 
     failed: ClassVar[set[int]] = set()
 
     async def run_episode(self, engine: Any, env: Any, task: EpisodeTask) -> Trajectory | None:
-        if task.seed % 2 and task.seed not in self.failed:
+        if task.seed == 76 or (task.seed % 2 and task.seed not in self.failed):
             self.failed.add(task.seed)
             raise RuntimeError("the tool is down")
         return None if task.seed == 74 else await super().run_episode(engine, env, task)
@@ -135,7 +135,7 @@ def test_the_results_are_those_of_the_trajectories(pool: EnvPool) -> None:
     found = evaluated(pool, Short, decodings=("greedy",))
     assert [record.number for record in found.records] == list(range(7))
     for record in found.records:
-        assert record.episode_return == Short.returns[record.seed]
+        assert record.episode_return == pytest.approx(Short.returns[record.seed], abs=1e-5)
         assert record.length <= 2 * CHUNK and (record.length == 2 * CHUNK or record.success)
     assert found.mean_return == pytest.approx(np.mean([*Short.returns.values()]))
 
@@ -143,12 +143,12 @@ def test_the_results_are_those_of_the_trajectories(pool: EnvPool) -> None:
 def test_failed_and_rejected_episodes_run_again(pool: EnvPool, caplog: pytest.LogCaptureFixture) -> None:
     Once.failed.clear()
     found = evaluated(pool, Once, decodings=("greedy",))
-    assert [record.seed for record in found.records] == [70, 71, 72, 73, 75, 76]
-    assert found.lost_episodes == 1 and Once.failed == {71, 73, 75}
-    assert "1 of 7 episodes came to no result in each of 3 attempts" in caplog.text
+    assert [record.seed for record in found.records] == [70, 71, 72, 73, 75]
+    assert found.lost_episodes == 2 and Once.failed == {71, 73, 75, 76}
+    assert "2 of 7 episodes came to no result in each of 3 attempts" in caplog.text
 
 
-def test_if_all_episodes_fail_the_evaluation_fails_with_the_cause(pool: EnvPool) -> None:
+def test_if_the_first_episodes_all_fail_the_evaluation_fails_with_the_cause(pool: EnvPool) -> None:
     with raises_code("workflow", WorkflowError, "4", "0", "KeyError", "'prompt'") as caught:
         evaluated(pool, Broken)
     assert isinstance(caught.value.__cause__, KeyError)
