@@ -59,7 +59,6 @@ def test_a_run_is_evaluated_by_its_workflow_on_the_way_and_afterwards(tmp_path: 
             "eval",
             run_dir,
             "env.eval.total_num_envs=4",
-            "env.video.enabled=true",
             *more,
             "--output",
             directory,
@@ -68,7 +67,6 @@ def test_a_run_is_evaluated_by_its_workflow_on_the_way_and_afterwards(tmp_path: 
         assert done.code == 0, done.stderr
         found.append(json.loads((directory / "eval.json").read_text()))
         assert max(episode["length"] for episode in found[-1]["per_episode"]) == 2
-        assert len(list(directory.rglob("episode_*.mp4"))) > 0
     for one, other in zip(found[0]["per_episode"], found[1]["per_episode"], strict=True):
         # The sizes of the batches, which rounding depends on, vary with a workflow.
         assert one == other | {"episode_return": pytest.approx(other["episode_return"], abs=1e-4)}
