@@ -175,7 +175,8 @@ ROWS = [
 
 def test_a_row_is_shown_as_a_line() -> None:
     assert usage_text(ROWS[1]) == (
-        "cores: main 1.0 env 2.0; memory in GiB: main 0.5; idle: env 25%; GPU 3: 50%, 8.0 GiB; shards waiting for training: 2"
+        "cores: main 1.0 env 2.0; memory in GiB: main 0.5; idle: env 25%; GPU 3: 50%, 8.0 GiB;"
+        " shards waiting for training: 2"
     )
     assert usage_text({"iteration": 1, "usage/cores_main": None}) == ""
 
