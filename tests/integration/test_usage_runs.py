@@ -37,7 +37,11 @@ def assert_plausible(row: dict[str, float], components: set[str], links: set[str
 
 
 @pytest.mark.parametrize("is_apart", [False, True])
-def test_every_row_has_the_use_of_each_component(is_apart: bool, tmp_path: Path) -> None:
+def test_every_row_has_the_use_of_each_component(
+    is_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Forked processes of tests show the environment of their server, which is in no family.
+    monkeypatch.setenv("EMBODRL_TESTS_COLD", "1")
     apart = ("actor.own_process=true", "rollout.own_process=true") if is_apart else ()
     rows = run(tmp_path / "run", *apart)
     others = {"actor", "rollout"} if is_apart else set[str]()
