@@ -34,6 +34,7 @@ from embodrl.pipelines.load import graph_of
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
+from embodrl.reporting.usage import UsageMonitor
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.specs import LAUNCHERS, LOSSES
@@ -315,7 +316,8 @@ def make_trainer(
     # Before its row is dropped.
     late = None if checkpoint is None else finished_since(session.directory, checkpoint, file_name)
     metrics = open_metrics(session, closing, file_name)
-    journal = Journal(metrics, view, session.config.model.warm_start is not None)
+    usage = closing.enter_context(UsageMonitor.of_run(session.config, session.deployment))
+    journal = Journal(metrics, view, session.config.model.warm_start is not None, usage)
     view.restore(journal.rows)
     async_evaluator = None
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):
