@@ -50,6 +50,7 @@ MANISKILL = ("env=maniskill", "model=openvla", "env.video.enabled=false")
 SLOW = (
     "env=toy",
     "model=openvla_oft",
+    "model.warm_start=null",
     "extensions=[slow_env]",
     "env.num_processes=4",
     "env.pin_cpus=false",

@@ -26,6 +26,7 @@ _EXPORTS = {
         ),
         "embodrl.api",
     ),
+    "Session": "embodrl.session",
     "Config": "embodrl.config.schema",
     **dict.fromkeys(("EnvConfig", "ModelConfig"), "embodrl.config.schema"),
     **dict.fromkeys(("SimulatorSpec", "ModelSpec"), "embodrl.specs"),
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from embodrl.models.registry import SupportedModel
     from embodrl.pipelines.context import PipelineContext as PipelineContext
     from embodrl.pipelines.graph import Pipeline as Pipeline
+    from embodrl.session import Session as Session
     from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
     from embodrl.specs import ModelSpec as ModelSpec
     from embodrl.specs import SimulatorSpec as SimulatorSpec

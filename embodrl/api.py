@@ -124,10 +124,10 @@ def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResu
     Raises:
         EmbodrlError: the configuration is invalid, a requirement is missing, or the run failed.
     """
-    loaded = _measured(_load(config, overrides, "train"))
+    loaded = configured(config, overrides, "train")
     from embodrl.runs.train import train as run
 
-    with _torch_settings():
+    with torch_settings():
         return run(loaded)
 
 
@@ -177,8 +177,8 @@ def evaluate(
     elif policy is not None:
         given = policy
         make = lambda _: given  # noqa: E731
-    loaded = _measured(_load(config, overrides, "eval"))
-    with _torch_settings():
+    loaded = configured(config, overrides, "eval")
+    with torch_settings():
         return run(loaded, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
 
 
@@ -210,7 +210,7 @@ def collect(
     from embodrl.workers.parts import acting_policy
 
     if policy is None:
-        loaded = _measured(_load(config, overrides, "collect"))
+        loaded = configured(config, overrides, "collect")
         return run(loaded.config, places_here(loaded.deployment))
     make: Callable[..., VLAPolicy]
     if isinstance(policy, (str, Path)):
@@ -224,7 +224,7 @@ def collect(
         more = list[str]()
         make = _always(given)
     loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
-    with _torch_settings():
+    with torch_settings():
         acting = acting_policy(loaded, str(policy) if isinstance(policy, (str, Path)) else "a policy", make)
         return run(loaded.config, places_here(loaded.deployment), acting)
 
@@ -249,7 +249,7 @@ def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
         loaded = _measured(loaded)
     from embodrl.runs.sft import sft as run
 
-    with _torch_settings():
+    with torch_settings():
         return SftResult(Path(loaded.config.sft.output_dir), run(loaded))
 
 
@@ -315,7 +315,7 @@ def follow_weights(
     run_dir = Path(run_dir)
     loaded, _ = load_saved(run_dir, [], "eval", resuming=True, trust=trust)
     config = loaded.config
-    with _torch_settings():
+    with torch_settings():
         configure_torch(config, loaded.deployment.of("rollout")[0])
         policy = build_policy(config)
         engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, 0, num_threads(config))
@@ -332,6 +332,11 @@ def follow_weights(
                     done += 1
         finally:
             receiver.close()
+
+
+def configured(config: ConfigLike, overrides: Sequence[str], verb: Verb) -> LoadedConfig:
+    """Return the configuration of a verb that starts simulators; see ``load_config``."""
+    return _measured(_load(config, overrides, verb))
 
 
 def _load(config: ConfigLike, overrides: Sequence[str], verb: Verb | None = None) -> LoadedConfig:
@@ -363,7 +368,7 @@ def _measured(loaded: LoadedConfig) -> LoadedConfig:
 
 
 @contextmanager
-def _torch_settings() -> Iterator[None]:
+def torch_settings() -> Iterator[None]:
     """Restore torch's process-wide settings on exit, e.g. for a notebook."""
     import torch
 

@@ -44,7 +44,7 @@ NOT_SHOWN = {"__pycache__"}
 API_MARK = "<!-- api -->"
 SECTIONS = {
     "Running": (
-        *("load_config", "train", "evaluate", "collect", "sft", "load_policy", "follow_weights", "serve"),
+        *("load_config", "train", "evaluate", "collect", "sft", "load_policy", "follow_weights", "serve", "Session"),
         *("TrainResult", "EvaluationResult", "EpisodeRecord", "CollectResult", "SftResult"),
     ),
     "Configuration": ("LoadedConfig", "Config", "ModelConfig", "EnvConfig"),

@@ -82,6 +82,18 @@ SECTIONS: dict[str, list[Row]] = {
             remains="a rollout process drives simulators on its own machine",
         ),
         Row(
+            "Placement by name: colocated, disaggregated, hybrid",
+            "RLinf, slime",
+            f"{GPUS} actor.micro_batch_size=10 env.num_processes=32 env.train.total_num_envs=64"
+            " cluster.placement=hybrid",
+            (
+                "unit/deployment/test_placement.py::test_a_hybrid_placement_gives_simulators_and_the_acting_policy"
+                "_their_own_gpus",
+                "unit/deployment/test_placement.py::test_one_component_is_placed_on_the_command_line",
+            ),
+            "tested with described machines, not on several GPUs",
+        ),
+        Row(
             "Automatic placement",
             "RLinf",
             "plan train cluster=8xh100 cluster.placement=auto",
@@ -251,8 +263,24 @@ SECTIONS: dict[str, list[Row]] = {
             (
                 "integration/test_pipelines.py::test_a_built_in_pipeline_trains",
                 "integration/test_pipelines.py::test_a_node_that_is_tried_again_leaves_no_trace_but_its_count",
+                "unit/pipelines/test_pipeline_run.py::test_nodes_that_do_not_depend_on_each_other_run_at_once",
+                "integration/test_pipelines.py::test_a_node_is_tested_by_itself",
+                "unit/compat/test_spellings.py::test_a_pipeline_of_siirl_is_the_one_here",
             ),
-            "nodes run one after the other in the main process; rollout and train alone reach other processes",
+            "nodes run in the main process; rollout and train alone reach other processes",
+        ),
+        Row(
+            "The loop as a script of one's own",
+            "AReaL, verl",
+            "",
+            ("integration/test_api_runs.py::test_a_session_takes_the_steps_of_the_trainer",),
+        ),
+        Row(
+            "Saved rollouts, trained on again",
+            "slime",
+            "train env=toy model=mlp runner.save_rollouts=true",
+            ("integration/test_saved_rollouts.py::test_a_replay_learns_what_the_run_learned",),
+            "rollouts of runs without a replay buffer, in the main process",
         ),
         Row(
             "No setting is ignored in silence",

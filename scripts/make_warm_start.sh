@@ -2,13 +2,15 @@
 # make_warm_start.sh [openvla|openvla_oft] [SETTING...]
 # Makes a warm start that ships with embodrl: demonstrations by scripted experts, then imitation, then the measurement
 # of what came out. Settings are further ones of `embodrl sft`. Demonstrations in $WARM_START_DIR/demos are reused.
+# OpenVLA begins with random weights, OpenVLA-OFT with the shipped OpenVLA, whose layers it has.
 # docs/warm_start.md tells why it is made so. About 25 minutes on two cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 model=${1:-openvla}
 case $model in
-openvla | openvla_oft) ;;
+openvla) start=null steps=3600 lr=6e-4 ;;
+openvla_oft) start=embodrl/assets/openvla_tiny steps=1200 lr=3e-4 ;;
 *)
     echo "usage: make_warm_start.sh [openvla|openvla_oft] [SETTING...]" >&2
     exit 2
@@ -26,9 +28,9 @@ cp embodrl/assets/openvla_tiny/embodrl.json "$made/card.json"
     env.max_episode_steps=50 collect.min_speed=0.15 collect.max_speed=0.5 \
     collect.num_episodes=2000 collect.output_dir="$work/demos" collect.format=raw
 
-"$embodrl" sft env=maniskill_mix model="$model" model.warm_start=null \
+"$embodrl" sft env=maniskill_mix model="$model" model.warm_start="$start" \
     sft.data_dir="$work/demos" sft.output_dir="$made/sft" \
-    sft.max_steps=3600 sft.lr=6e-4 sft.label_smoothing_bins=3 "${@:2}"
+    sft.max_steps="$steps" sft.lr="$lr" sft.label_smoothing_bins=3 "${@:2}"
 
 rm -rf "$target"
 cp -r "$made/sft/policy" "$target"

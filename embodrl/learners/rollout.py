@@ -28,6 +28,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, GraphNode
+from embodrl.pipelines.outcomes import Metrics
 from embodrl.reporting.metrics_file import Row
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.workers.collector import RolloutState
@@ -97,15 +98,15 @@ class RolloutLearner(Learner):
         super().__init__(parts.policy, parts.engine)
         self.config = config
         self.parts = parts
+        self.graph = graph
         self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
         self.env_steps = 0
         self._deployment = deployment
-        self._graph = graph
         self._callbacks = callbacks
         self._publish_to = publish_to
         self._publisher: WeightPublisher | None = None
         self._shuffle = torch.Generator().manual_seed(config.runner.seed)
-        self._before: _RollbackState | None = None  # within an iteration, until its update begins
+        self._open: _OpenIteration | None = None
 
     def first_row(self) -> Row:
         return dict(ROW_0)
@@ -116,29 +117,49 @@ class RolloutLearner(Learner):
         self._publish()
 
     def step(self, iteration: int) -> Row:
+        context = self.open_iteration(iteration)
+        return self.close_iteration(self.graph.run(context, on_node=self.before_node))
+
+    def open_iteration(self, iteration: int) -> PipelineContext:
+        """Begin an iteration, and return the context of its nodes.
+
+        Args:
+            iteration: updates done so far.
+        """
         start = time.perf_counter()
         self.phases.enter("act")
-        rewards = self.parts.rewards
-        rollouts = self.parts.rollouts
-        self._before = _RollbackState(capture_rng(), generator_state(self._shuffle), rewards.state())
         parts = self.parts
-        acting = (rollouts.collector, rewards)
+        acting = (parts.rollouts.collector, parts.rewards)
         learning = (parts.on_policy, parts.imitated, parts.from_records, parts.replay, parts.recorded)
+        before = _RollbackState(capture_rng(), generator_state(self._shuffle), parts.rewards.state())
         context = PipelineContext(self.config, iteration, self.engine, *acting, self._shuffle, *learning)
-        metrics = self._graph.run(context, on_node=self._before_node)
+        self._open = _OpenIteration(start, iteration, before)
+        return context
+
+    def close_iteration(self, metrics: Metrics) -> Row:
+        """End the iteration in progress, and return its row.
+
+        Args:
+            metrics: metrics of its nodes.
+
+        Raises:
+            PipelineError: no node has reported ``env_steps``, the number of simulated steps.
+        """
+        assert self._open is not None
         steps = metrics.pop("env_steps", None)
         if steps is None:
             raise PipelineError(
-                f"no node of the pipeline '{self._graph.name}' reports the number of simulated steps",
+                f"no node of the pipeline '{self.graph.name}' reports the number of simulated steps",
                 "return (batch, {'env_steps': STEPS}) from the node that gathers experience",
             )
         self.env_steps += int(steps)
         self._publish()
         self.phases.enter("rest")
         metrics |= self.phases.take_metrics() | peak_memory(self.engine)
-        faults = rollouts.faults
-        seconds = time.perf_counter() - start
-        self._before = None
+        faults = self.parts.rollouts.faults
+        seconds = time.perf_counter() - self._open.start
+        iteration = self._open.iteration
+        self._open = None
         self.is_updating = False
         return ROW_0 | {
             "iteration": iteration + 1,
@@ -153,13 +174,14 @@ class RolloutLearner(Learner):
 
     def undo(self) -> None:
         self.parts.rollouts.collector.drain()
-        if self._before is not None:
-            restore_rng(self._before.rng)
-            restore_generator(self._shuffle, self._before.shuffle)
-            if self._before.rewards:
-                self.parts.rewards.load_state(self._before.rewards)
+        if self._open is not None:
+            before = self._open.before
+            restore_rng(before.rng)
+            restore_generator(self._shuffle, before.shuffle)
+            if before.rewards:
+                self.parts.rewards.load_state(before.rewards)
             self.parts.rollouts.collector.undo()
-            self._before = None
+            self._open = None
 
     def evaluate(self, video_dir: Path | None, every_decoding: bool) -> Row:
         self._show_phase("evaluation", "evaluation", self.parts.rollouts.num_decodings(every_decoding))
@@ -218,7 +240,7 @@ class RolloutLearner(Learner):
         vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})
         self.env_steps = state.integer("env_steps")
 
-    def _before_node(self, node: GraphNode) -> None:
+    def before_node(self, node: GraphNode) -> None:
         """Enter the memory phase of a node; before an update, a stop undoes the iteration, as during its rollout."""
         if self._callbacks.is_to_stop() and not self.is_updating:
             raise InterruptedError
@@ -251,3 +273,17 @@ class _RollbackState:
     rng: dict[str, Any]
     shuffle: str
     rewards: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _OpenIteration:
+    """An iteration in progress.
+
+    Attributes:
+        start: its beginning, by ``time.perf_counter()``.
+        iteration: updates done before it.
+    """
+
+    start: float
+    iteration: int
+    before: _RollbackState

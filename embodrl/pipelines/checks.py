@@ -33,6 +33,8 @@ CHANGES = ("store", "train")
 """Roles of nodes that change the learned state or its data: they cannot be undone. They have no output: nodes that list
 them in ``deps`` run after them, and get no input from them.
 """
+BESIDE = ("compute", "reward", "sink")
+"""Roles of nodes that run in threads of their own, beside the nodes that do not depend on them."""
 RESERVED_NAMES = ("env", "policy", "total", "eval")
 """Names whose time metrics have another meaning."""
 

@@ -9,12 +9,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_location
-from embodrl.pipelines.checks import CHANGES, NodeSpec, check_nodes, inputs_of, resolve, sorted_names, upstream
+from embodrl.pipelines.checks import BESIDE, CHANGES, NodeSpec, check_nodes, inputs_of, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
 from embodrl.processes.trace import record
 from embodrl.user_code import guard_user_code
@@ -139,17 +140,18 @@ class Graph:
     nodes: tuple[GraphNode, ...]
 
     def run(self, context: PipelineContext, on_node: Callable[[GraphNode], None] | None = None) -> Metrics:
-        """Run every node once, in order.
+        """Run every node once, after those that it depends on; otherwise in order.
 
-        An output is kept until its last dependent node has run.
+        Nodes with a role of ``BESIDE`` run in threads beside all others that do not depend on them. An output is kept
+        until its last dependent node has begun.
 
         Args:
             context: passed to every node.
-            on_node: called before each node.
+            on_node: called before each node, in this thread.
 
         Returns:
-            the metrics of all nodes (for duplicates, the last), ``time/<node>_s``, and the number of retries if any
-            node may be retried.
+            the metrics of all nodes in their order (for duplicates, the last), ``time/<node>_s``, and the number of
+            retries if any node may be retried.
 
         Raises:
             InterruptedError: a node before the training one was interrupted; nothing has been learned.
@@ -157,33 +159,46 @@ class Graph:
             PipelineError: a node raised anything else, was interrupted after training had begun, or returned invalid
                 metrics.
         """
-        outputs = _Outputs(self.nodes)
+        found = _Walk(self, context, on_node or (lambda _: None)).run()
         metrics: Metrics = {}
-        may_stop = True
-        retries = 0
+        retries = 0.0
         for node in self.nodes:
-            if on_node is not None:
-                on_node(node)
-            may_stop = may_stop and node.role not in CHANGES
-            clock = time.perf_counter()
-            inputs = outputs.of(node)
-            attempts = 0
-            while True:
-                try:
-                    with _guarded(node):
-                        result = node.fn(context, *map(shared, inputs))
-                    break
-                except Exception as error:  # noqa: BLE001  a user's node may raise anything
-                    attempts += 1
-                    self._tried(node, inputs, error, attempts, may_stop)
-            value, found = self._outcome(node, result)
-            now = time.perf_counter()
-            metrics |= found | {f"time/{node.name}_s": now - clock}
-            record(node.name, clock, now)
-            retries += attempts
-            outputs.add(node, value)
-            del inputs, result, value
-        return metrics | ({RETRIES: float(retries)} if any(node.retries for node in self.nodes) else {})
+            retries += found[node.name].pop(RETRIES, None) or 0.0
+            metrics |= found[node.name]
+        return metrics | ({RETRIES: retries} if any(node.retries for node in self.nodes) else {})
+
+    def call(
+        self, node: GraphNode, context: PipelineContext, inputs: Sequence[object], may_stop: bool
+    ) -> tuple[object, Metrics]:
+        """Run a node with its retries.
+
+        Args:
+            node: one of this graph's.
+            context: passed to it.
+            inputs: outputs of the nodes that it depends on.
+            may_stop: nothing has been learned yet, so that it may be interrupted.
+
+        Returns:
+            its output, and its metrics with ``time/<node>_s`` and, if it may be retried, the number of retries.
+
+        Raises:
+            InterruptedError, EmbodrlError, PipelineError: as ``run``.
+        """
+        clock = time.perf_counter()
+        attempts = 0
+        while True:
+            try:
+                with _guarded(node):
+                    result = node.fn(context, *map(shared, inputs))
+                break
+            except Exception as error:  # noqa: BLE001  a user's node may raise anything
+                attempts += 1
+                self._tried(node, inputs, error, attempts, may_stop)
+        value, found = self._outcome(node, result)
+        now = time.perf_counter()
+        record(node.name, clock, now)
+        found |= {f"time/{node.name}_s": now - clock}
+        return value, found | ({RETRIES: float(attempts)} if node.retries else {})
 
     def _tried(
         self, node: GraphNode, inputs: Sequence[object], error: Exception, attempts: int, may_stop: bool
@@ -225,6 +240,61 @@ class Graph:
             raise PipelineError(
                 message, "return value, (value, {name: number}) or None", code="pipeline-node-result"
             ) from error
+
+
+class _Walk:
+    """One walk over a graph.
+
+    Args:
+        graph: its nodes are run.
+        context: passed to every node.
+        on_node: called before each node.
+    """
+
+    def __init__(self, graph: Graph, context: PipelineContext, on_node: Callable[[GraphNode], None]) -> None:
+        self._graph = graph
+        self._context = context
+        self._on_node = on_node
+        self._outputs = _Outputs(graph.nodes)
+        self._left = list(graph.nodes)
+        self._found: dict[str, Metrics] = {}
+        self._running: dict[Future[tuple[object, Metrics]], GraphNode] = {}
+        self._may_stop = True
+
+    def run(self) -> dict[str, Metrics]:
+        """Return the metrics of every node, by its name."""
+        with ExitStack() as closing:  # waits for the threads, also after an error
+            threads: ThreadPoolExecutor | None = None
+            while self._left or self._running:
+                ready = [node for node in self._left if all(name in self._found for name in node.deps)]
+                beside = [node for node in ready if node.role in BESIDE]
+                if len(ready) + len(self._running) > 1 and beside:
+                    threads = threads or closing.enter_context(ThreadPoolExecutor(len(self._graph.nodes), "node"))
+                    for node in beside:
+                        self._running[threads.submit(self._graph.call, *self._begin(node))] = node
+                    ready = [node for node in ready if node not in beside]
+                if ready:
+                    self._end(ready[0], *self._graph.call(*self._begin(ready[0])))
+                else:
+                    wait(self._running, return_when=FIRST_COMPLETED)
+                self._collect()
+        return self._found
+
+    def _collect(self) -> None:
+        """End the nodes that have ended in threads; a method, so that no variable keeps an output."""
+        for future in [future for future in self._running if future.done()]:
+            self._end(self._running.pop(future), *future.result())
+
+    def _begin(self, node: GraphNode) -> tuple[GraphNode, PipelineContext, Sequence[object], bool]:
+        """Take a node from those that are left; return the arguments of ``Graph.call``."""
+        self._on_node(node)
+        self._left.remove(node)
+        self._may_stop = self._may_stop and node.role not in CHANGES
+        return node, self._context, self._outputs.of(node), self._may_stop
+
+    def _end(self, node: GraphNode, value: object, found: Metrics) -> None:
+        self._outputs.add(node, value)
+        self._found[node.name] = found
 
 
 class _Outputs:

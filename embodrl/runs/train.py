@@ -10,8 +10,6 @@ import torch
 
 from embodrl.config import LoadedConfig
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.learners.rollout import RolloutLearner, RunCallbacks
-from embodrl.pipelines.load import graph_of
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE
@@ -21,20 +19,19 @@ from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
     POLICY_DIR,
-    PUBLISHED_DIR,
     has_results,
     run_directory,
 )
 from embodrl.trainer.lock import RunLock
 from embodrl.trainer.loop import Trainer
-from embodrl.trainer.parts import build, check_machine, make_trainer
+from embodrl.trainer.parts import check_machine, device_of, make_trainer, start_learner
 from embodrl.trainer.provenance import compute_text
 from embodrl.trainer.result import TrainResult, already_complete, conclude
 from embodrl.trainer.saving import is_complete, iteration_of
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_with_restarts
 from embodrl.trainer.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
-from embodrl.workers.policy import configure_torch, num_generators, num_threads
+from embodrl.workers.policy import num_generators, num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +111,7 @@ def work(session: RunSession) -> TrainResult:
     config = session.config
     deployment = session.deployment
     directory = session.directory
-    device = configure_torch(config, deployment.main_place)
-    if deployment.main_place is None:  # this process keeps a policy only for checkpoints, publishing and export
-        device = torch.device("cpu")
+    device = device_of(config, deployment)
     logger.info("device %s, %d threads", device, num_threads(config))
     later = Schedule.of_training(config).evaluations_after
     console = Console(
@@ -144,10 +139,7 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
         return bool(session.stop)
 
     console.phase("starting simulators")
-    parts = build(session, device, stopped, closing, console.step)
-    publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
-    callbacks = RunCallbacks(lambda: bool(session.stop), console.phase)
-    learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, callbacks, publish_to)
+    learner = start_learner(session, device, stopped, console.phase, closing, console.step)
     schedule = Schedule.of_training(config)
     trainer = make_trainer(session, learner, schedule, console, closing)
     # Only now, so that settings that could not be resumed are not kept.

@@ -22,14 +22,17 @@ from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.learners.base import Learner
 from embodrl.learners.dagger import DaggerUpdater
 from embodrl.learners.off_policy import OffPolicyUpdater
+from embodrl.learners.offline.backend import OfflineBackend
 from embodrl.learners.on_policy import UPDATE, Demonstrations, OnPolicyUpdate
 from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.replay import make_stores
-from embodrl.learners.rollout import Parts
+from embodrl.learners.rollout import Parts, RolloutLearner, RunCallbacks
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
+from embodrl.pipelines.load import graph_of
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
+from embodrl.reporting.usage import UsageMonitor
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.specs import LOSSES
@@ -43,7 +46,7 @@ from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
-from embodrl.workers.policy import build_policy, check_features, check_memory, resolve_device
+from embodrl.workers.policy import build_policy, check_features, check_memory, configure_torch, resolve_device
 from embodrl.workers.remote_backend import (
     RemoteBackend,
     channels_of,
@@ -54,6 +57,7 @@ from embodrl.workers.remote_backend import (
 )
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import LocalBackend, make_collector, make_evaluator
+from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
@@ -94,15 +98,57 @@ def build(
     closing.enter_context(MemoryWatch())
     config = session.config
     make: PartsBuilder = acts_in_processes if session.deployment.rolls_out_in_processes else acts_in_driver
+    if config.rollout.replay is not None:
+        make = replays_in_driver
     if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
         make = cast("PartsBuilder", import_object(own))
     parts = make(session, device, stopped, closing, on_step)
+    if config.runner.save_rollouts:
+        rollouts = parts.rollouts
+        rollouts.collector = SavingCollector(rollouts.collector, session.directory / ROLLOUTS_DIR)
     session.engine = parts.engine
     session.stop.arm()
     num_bytes = parts.engine.shapes().num_bytes
     sent = sent_num_bytes(config, session.deployment, parts.policy)
     check_disk_space(session.directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
     return parts
+
+
+def start_learner(
+    session: RunSession,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    show_phase: Callable[[str, int], None],
+    closing: ExitStack,
+    on_step: OnStep = None,
+) -> RolloutLearner:
+    """Start the parts of a run, and return the learner that performs its iterations.
+
+    Args:
+        session: attempt at the run.
+        device: device of this process's policy.
+        stopped: polled during rollouts; True interrupts them.
+        show_phase: called with the start of a phase and its chunks (0: unknown).
+        closing: closes the started parts, in reverse order.
+        on_step: called with the finished and the total number of optimizer steps of an update.
+
+    Raises:
+        EmbodrlError: a requirement is missing, or a process could not be started.
+    """
+    config = session.config
+    parts = build(session, device, stopped, closing, on_step)
+    publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
+    callbacks = RunCallbacks(lambda: bool(session.stop), show_phase)
+    return RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, callbacks, publish_to)
+
+
+def device_of(config: Config, deployment: Deployment) -> torch.device:
+    """Configure torch, and return the device of this process's policy.
+
+    A process that neither acts nor trains keeps a policy only for checkpoints, publishing and export: on the CPU.
+    """
+    device = configure_torch(config, deployment.main_place)
+    return torch.device("cpu") if deployment.main_place is None else device
 
 
 def make_policy(session: RunSession, device: torch.device) -> VLAPolicy:
@@ -147,6 +193,23 @@ def acts_in_driver(
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
+
+
+def replays_in_driver(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
+) -> Parts:
+    """Like ``build``, if saved rollouts take the place of new ones; simulators start with the first evaluation."""
+    config = session.config
+    deployment = session.deployment
+    policy = make_policy(session, device)
+    engine = start_engine(session, session.weights_from, policy, closing)
+    acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
+    log_dir = session.directory / "logs"
+    should_stop = also_lost(engine, stopped)
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, should_stop, ReplayedRollouts)
+    closing.callback(rollouts.close)
+    rewards = RewardWorker(config, config.env.tasks)
+    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, None, on_step))
 
 
 def acts_in_processes(
@@ -233,7 +296,8 @@ def make_trainer(
     # Before its row is dropped.
     late = None if checkpoint is None else finished_since(session.directory, checkpoint, file_name)
     metrics = open_metrics(session, closing, file_name)
-    journal = Journal(metrics, view, session.config.model.warm_start is not None)
+    usage = closing.enter_context(UsageMonitor.of_run(session.config, session.deployment))
+    journal = Journal(metrics, view, session.config.model.warm_start is not None, usage)
     view.restore(journal.rows)
     async_evaluator = None
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):

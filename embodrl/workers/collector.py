@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypedDict
@@ -20,7 +20,7 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, PipelineError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.workers.lockstep import LockstepRunner, ShardMeta, combine_extras
 from embodrl.workers.outcomes import EpisodeStats
@@ -139,6 +139,46 @@ class Collector(Protocol):
     def close(self) -> None:
         """Stop everything in progress."""
         ...
+
+
+class NoCollector(Collector):
+    """Gathers nothing; passes weights to the evaluation engine."""
+
+    def __init__(self, config: Config, engine: RolloutEngine) -> None:
+        self.config = config
+        self.engine = engine
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        raise PipelineError(
+            "an offline run has no rollouts", "remove the node from the pipeline", code="offline-rollout"
+        )
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        return self.gather(iteration)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.engine.update_weights(weights, version)
+
+    def drain(self) -> None:
+        """Do nothing: evaluations drain their own requests."""
+
+    def undo(self) -> None:
+        """Do nothing."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reset_history(self) -> None:
+        """Do nothing."""
+
+    def state(self) -> RolloutState:
+        return RolloutState({})
+
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class SyncCollector:

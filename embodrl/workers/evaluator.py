@@ -430,7 +430,7 @@ class ResultRecorder(Recorder):
         asked = ended[step.success[ended] & ~step.terminated[ended].any(axis=1)]
         at_end = self.solved_at_end(step.success, asked)
         for row in ended:
-            self.keep(row, (step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]))
+            self.keep(int(row), (step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]))
 
     def keep(self, row: int, found: tuple[float, float, float, float]) -> None:
         """Keep the outcome of an episode; see ``EpisodeResults``."""

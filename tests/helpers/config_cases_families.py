@@ -110,14 +110,14 @@ FAMILIES = [
         "proprioception without a state",
         "model.use_proprio",
         "state-is-there",
-        ("model.use_proprio=true", "model=openvla_oft"),
+        ("model.use_proprio=true", "model=openvla_oft", "model.warm_start=null"),
         names="env.include_state",
     ),
     Wrong(
         "an L1 head under PPO",
         "model.action_head",
         "l1-head-has-no-density",
-        ("model.action_head=l1", "model=openvla_oft"),
+        ("model.action_head=l1", "model=openvla_oft", "model.warm_start=null"),
     ),
     Wrong(
         "weights that are not shipped",

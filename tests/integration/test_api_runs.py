@@ -133,6 +133,52 @@ def test_training_works_outside_the_main_thread(tmp_path: Path) -> None:
     assert tuned.exit_code == 0 and len(tuned.metrics) == 2 and tuned.policy_dir.is_dir()
 
 
+def unclocked(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "eval/"))}
+
+
+@pytest.mark.parametrize("places", [(), ("actor.own_process=true", "rollout.own_process=true")])
+def test_a_session_takes_the_steps_of_the_trainer(tmp_path: Path, places: tuple[str, ...]) -> None:
+    settings = ["runner.max_iterations=2", "algorithm.kl.coef=0.1", *places]
+    trained = embodrl.train(tiny(), [*settings, f"runner.output_dir={tmp_path / 'run'}"])
+    rows: list[dict[str, Any]] = []
+    with embodrl.Session(tiny(), [*settings, f"runner.output_dir={tmp_path / 'session'}"]) as session:
+        first = session.evaluate()
+        while session.iteration < 2:
+            batch = session.rollout()
+            assert isinstance(batch, embodrl.TrajectoryBatch) and "ref_logprobs" in batch
+            advantages = session.advantages(batch)
+            assert isinstance(advantages, embodrl.Advantages)
+            assert "train/policy_loss" in session.train(batch, advantages)
+            rows.append(session.sync())
+        result = session.evaluate(tmp_path / "videos")
+        session.save(tmp_path / "policy")
+    assert [unclocked(row) for row in rows] == [unclocked(row) for row in trained.metrics[1:]]
+    assert (first.success_rate, result.success_rate) == tuple(trained.metrics[i]["eval/success_rate"] for i in (0, 2))
+    saved, expected = (load_file(path / "policy" / "model.safetensors") for path in (tmp_path, trained.run_dir))
+    assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
+    with raises_code("session-closed"):
+        session.rollout()
+
+
+def test_a_session_is_for_runs_that_learn_from_their_rollouts(tmp_path: Path) -> None:
+    sac = ["env=toy", "model=mlp", "algorithm=sac", "env.state=full", f"runner.output_dir={tmp_path / 'run'}"]
+    with raises_code("session-pipeline"), embodrl.Session(sac):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_loop_written_out_trains(tmp_path: Path) -> None:
+    path = ROOT / "examples" / "training_loop" / "ppo.py"
+    assert len(path.read_text().splitlines()) <= 80
+    small = ["env=toy", "model=mlp", "env.state=full", "runner.max_iterations=2", "env.eval.num_episodes=8"]
+    small += ["env.num_processes=1", "env.train.max_steps_per_rollout_epoch=25", "actor.global_batch_size=8"]
+    small += ["actor.micro_batch_size=8", f"runner.output_dir={tmp_path}"]
+    script(path, *small)
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+
+
 def test_examples_without_a_simulator_run() -> None:
     for name in ("batches/convert.py", "task_runner/many.py"):
         script(ROOT / "examples" / name)

@@ -10,9 +10,11 @@ import torch
 from runs import TINY, metrics
 from safetensors.torch import load_file
 
+from embodrl import testing
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
 from embodrl.errors import PipelineError
+from embodrl.pipelines import nodes
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, Pipeline
@@ -151,3 +153,18 @@ def test_a_failure_ends_the_run_and_says_where(build: str, says: list[str], tmp_
     with pytest.raises(PipelineError) as caught:
         run(tmp_path / "bad", f"pipeline.fn={__name__}:{build}")
     assert all(text in str(caught.value) for text in says)
+
+
+def test_a_node_is_tested_by_itself() -> None:
+    small = ["env=toy", "model=mlp", "env.state=full", "env.num_processes=1", "actor.global_batch_size=8"]
+    small += ["env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10", "actor.micro_batch_size=8"]
+    with testing.context(small) as context:
+        batch, metrics = nodes.rollout(context)
+        assert metrics["env_steps"] == 40 and batch.rewards.shape[:2] == (10, 4)
+        advantages = nodes.advantage(context, batch)
+        assert advantages.advantages.shape[:2] == (10, 4)
+    sac = ["env=toy", "model=mlp", "env.state=full", "algorithm=sac", "env.num_processes=1"]
+    sac += ["env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10"]
+    with testing.context(sac) as context:
+        batch, _ = nodes.rollout(context)
+        assert nodes.store(context, batch)["replay/added"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from embodrl.config.rules.base import Context, rule
+from embodrl.config.rules.base import Context, path_kind, rule
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
 from embodrl.rule_set import Finding
@@ -39,3 +40,36 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
         message = f"{config.rollout.pipeline_stages} stages have no effect on workflow episodes without staleness"
         hint = "set rollout.pipeline_stages=1, or runner.max_staleness to 1 or more"
         yield Finding("rollout.pipeline_stages", message, hint, "1", others=(KEY, "runner.max_staleness"))
+
+
+@rule("rollout.replay", "algorithm", "rollout", "reward", "runner.max_iterations", "runner.max_staleness", "env.tasks")
+def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
+    """Saved rollouts are there for every iteration, and nothing else has to act in them."""
+    config = context.config
+    directory = config.rollout.replay
+    key = "rollout.replay"
+    if directory is None:
+        return
+    if path_kind(directory) != "directory":
+        message = f"no directory '{directory}'"
+        yield Finding(key, message, "save one: runner.save_rollouts=true writes RUN/rollouts", "a directory, or null")
+    else:
+        there = sum(1 for _ in Path(directory).expanduser().glob("iteration_??????.safetensors"))
+        if there < config.runner.max_iterations:
+            message = f"has {there} rollouts, and runner.max_iterations is {config.runner.max_iterations}"
+            hint = f"set runner.max_iterations={there}" if there else "name RUN/rollouts of a run that saved them"
+            yield Finding(key, message, hint, others=("runner.max_iterations",))
+    apart = {
+        "algorithm.loss_type": (context.loss.off_policy or context.loss.offline, "learns from a store of its own"),
+        "rollout.own_process": (bool(config.rollout.own_process), "acts in processes"),
+        "rollout.workflow": (config.rollout.workflow is not None, "plays episodes"),
+        "rollout.backend": (config.rollout.backend != "native", "acts elsewhere"),
+        "runner.max_staleness": (config.runner.max_staleness > 0, "plays ahead"),
+        "runner.save_rollouts": (config.runner.save_rollouts, "saves what is saved already"),
+        "reward.fn": (config.reward.fn is not None, "judges episodes while they are played"),
+        "reward.model": (config.reward.model is not None, "judges episodes while they are played"),
+    }
+    for other, (given, what) in apart.items():
+        if given:
+            message = f"{what}, but rollout.replay trains on saved rollouts"
+            yield Finding(other, message, "leave one of them out", others=(key,))

@@ -16,6 +16,7 @@ from embodrl.config.schema.section import (
     NameOf,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     ReadBy,
@@ -175,6 +176,11 @@ class RolloutConfig(Section):
     publish_weights: Annotated[bool, RL] = Field(
         default=False,
         description="write every version of the weights to DIR/weights of the run, for external rollouts",
+    )
+    replay: Annotated[PathText | None, RL] = Field(
+        default=None,
+        description="directory of the saved rollouts of another run (runner.save_rollouts), trained on in place of"
+        " playing; simulators start with the first evaluation",
     )
     workflow: Annotated[str | None, ROLLOUTS] = Field(
         default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"

@@ -140,6 +140,10 @@ class RunnerConfig(Section):
         description="export the policy with the best evaluation to policy_best, and keep the checkpoint of its"
         " iteration, if one was saved (checkpoints/best), beyond keep_last_n",
     )
+    save_rollouts: Annotated[bool, RL] = Field(
+        default=False,
+        description="write the batch of every iteration, as gathered, to DIR/rollouts, for rollout.replay",
+    )
     logger: Annotated[LoggerConfig, EPISODES] = Field(default=LoggerConfig(), description="destinations of metrics")
 
 

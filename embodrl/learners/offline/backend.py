@@ -2,69 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor
-
 from embodrl.config.schema import Config
-from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import ProcessPlace
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import PipelineError
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.workers.collector import Metrics, RolloutState
+from embodrl.workers.collector import Collector, NoCollector
 from embodrl.workers.env import check_environments, make_pool
 from embodrl.workers.evaluator import EvalResult, Evaluator, run_decodings
 from embodrl.workers.rollout_backend import RolloutBackend
 
 
-class NoCollector:
-    """Gathers nothing; passes weights to the evaluation engine."""
-
-    def __init__(self, config: Config, engine: RolloutEngine) -> None:
-        self.config = config
-        self.engine = engine
-
-    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        raise PipelineError(
-            "an offline run has no rollouts", "remove the node from the pipeline", code="offline-rollout"
-        )
-
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        return self.gather(iteration)
-
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self.engine.update_weights(weights, version)
-
-    def drain(self) -> None:
-        """Do nothing: evaluations drain their own requests."""
-
-    def undo(self) -> None:
-        """Do nothing."""
-
-    def paused(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reset_history(self) -> None:
-        """Do nothing."""
-
-    def state(self) -> RolloutState:
-        return RolloutState({})
-
-    def load_state(self, saved: RolloutState, version: int) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class OfflineBackend(RolloutBackend):
-    """The driver acts, in evaluations only; ``should_stop`` interrupts them."""
+    """The driver acts, in evaluations only; ``should_stop`` interrupts them. ``collector`` gives batches, if any."""
 
     def __init__(
         self,
@@ -73,11 +28,12 @@ class OfflineBackend(RolloutBackend):
         places: tuple[ProcessPlace, ...],
         log_dir: Path,
         should_stop: Callable[[], bool],
+        collector: type[NoCollector] | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
         self.should_stop = should_stop
-        self.collector = NoCollector(config, engine)
+        self.collector: Collector = (collector or NoCollector)(config, engine)
         self.tasks = config.env.tasks
         self.faults = FaultCounts()
         self._places = places

@@ -117,6 +117,7 @@ SPEC = ModelSpec(
     max_cameras=4,
     num_bins=NUM_BINS,
     keeps_vision_features=True,
+    builtin_warm_start=True,
     interface=interface,
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",

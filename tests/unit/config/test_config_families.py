@@ -104,7 +104,7 @@ def test_a_setting_of_another_family_is_refused(family: str, setting: str, key: 
 def test_settings_that_are_read_give_no_notes() -> None:
     assert not noted("model=pi05", "model.pi.discrete_state=true", "model.flow.num_steps=8", "env.include_state=true")
     assert not noted("model=openvla", "model.trainable=lora", "model.lora.rank=4", "sft.label_smoothing_bins=2")
-    assert not noted("model=openvla_oft", "model.keep_stop_token=false")
+    assert not noted("model=openvla_oft", "model.warm_start=null", "model.keep_stop_token=false")
 
 
 def test_a_checkpoint_that_reads_the_state_wants_it() -> None:
@@ -153,7 +153,7 @@ def test_policies_are_sharded_whatever_they_learn_from(algorithm: str, tmp_path:
 
 @pytest.mark.parametrize("setting", ["use_proprio=true", "use_film=true", "keep_stop_token=false", "action_head=l1"])
 def test_the_shipped_oft_has_the_default_parts(setting: str) -> None:
-    arguments = ["env=maniskill", "env.include_state=true", "model=openvla_oft", "model.warm_start=builtin"]
+    arguments = ["env=maniskill", "env.include_state=true", "model=openvla_oft"]
     with pytest.raises(ConfigError) as caught:
         load_config([*arguments, f"model.{setting}"], verb="eval")
     found = {problem.key for problem in caught.value.problems if problem.code == "shipped-weights-have-one-form"}

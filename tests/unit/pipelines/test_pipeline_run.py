@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -20,6 +21,7 @@ from embodrl.errors import EmbodrlError, NonFiniteError, PipelineError
 from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, GraphNode, Pipeline
 from embodrl.pipelines.outcomes import described
+from embodrl.reporting.rows import is_measured
 
 CONTEXT = cast(PipelineContext, object())
 
@@ -31,7 +33,7 @@ def ends(context: Any, *outputs: Any) -> None:
 def walk(pipeline: Pipeline, **options: Any) -> dict[str, float | None]:
     """Walk a pipeline, with the node that it needs at its end; metrics without times."""
     metrics = pipeline.add_node("sync", ends, ("train",), "sync").build().run(CONTEXT, **options)
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+    return {name: value for name, value in metrics.items() if not is_measured(name)}
 
 
 def source(make: Callable[[], Any], name: str = "test") -> Pipeline:
@@ -145,6 +147,59 @@ def test_outputs_go_as_soon_as_they_are_not_needed() -> None:
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_do_not_depend_on_each_other_run_at_once() -> None:
+    """Each of three nodes waits until all have begun: one after the other they never end."""
+    meeting = threading.Barrier(3)
+
+    def meets(context: Any, *outputs: Any) -> tuple[int, dict[str, float]]:
+        meeting.wait(20)
+        return len(outputs), {"last": float(len(outputs))}
+
+    def trains(context: Any, *outputs: Any) -> None:
+        meeting.wait(20)
+        assert threading.current_thread() is threading.main_thread()
+
+    pipeline = source(a_batch).add_node("left", meets, ("rollout",))
+    pipeline.add_node("train", trains, ("rollout",), "train")
+    pipeline.add_node("log", meets, ("rollout",), "sink").add_node("used", ends, ("left",), "sink")
+    assert walk(pipeline) == {"last": 1.0}
+    assert meeting.n_waiting == 0
+
+
+def test_metrics_follow_the_order_of_nodes_whoever_ends_first() -> None:
+    ended = threading.Event()
+
+    def first(context: Any, batch: Batch) -> tuple[None, dict[str, float]]:
+        assert ended.wait(20)
+        return None, {"same": 1.0}
+
+    def second(context: Any, batch: Batch) -> tuple[None, dict[str, float]]:
+        ended.set()
+        return None, {"same": 2.0}
+
+    pipeline = source(a_batch).add_node("first", first, ("rollout",), "sink")
+    pipeline.add_node("second", second, ("rollout",), "sink").add_node("train", ends, ("rollout",), "train")
+    assert walk(pipeline) == {"same": 2.0}
+
+
+def test_an_error_in_a_thread_ends_the_walk_when_the_others_have_ended() -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def fails(context: Any, batch: Batch) -> None:
+        assert began.wait(20)
+        raise ValueError("no")
+
+    def lasts(context: Any, batch: Batch) -> None:
+        began.set()
+        ended.set()
+
+    pipeline = source(a_batch).add_node("fails", fails, ("rollout",), "sink")
+    pipeline.add_node("lasts", lasts, ("rollout",), "sink").add_node("train", ends, ("rollout",), "train")
+    with raises_code("pipeline-node-raised", PipelineError, "ValueError: no"):
+        walk(pipeline)
+    assert ended.is_set()
 
 
 class Unsteady:

@@ -154,6 +154,10 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")
             Path(value, "rl_token.json").touch()
+        if key == "rollout.replay":
+            Path(value).mkdir(parents=True)
+            for number in range(1, 4):
+                Path(value, f"iteration_{number:06d}.safetensors").touch()
         if key == "reward.model":
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text('{"model_type": "embodrl_observation_model"}', encoding="utf-8")

@@ -87,7 +87,7 @@ def test_prompts_that_do_not_fit_are_refused_before_the_weights_are_loaded(
 @pytest.mark.parametrize(
     "settings",
     [
-        ["model=openvla_oft", "model.action_head=l1", "env.eval.decoding=sampled"],
+        ["model=openvla_oft", "model.warm_start=null", "model.action_head=l1", "env.eval.decoding=sampled"],
         ["model=openvla", "algorithm=residual", "env.eval.decoding=mean"],
     ],
 )
@@ -104,7 +104,8 @@ def test_a_decoding_that_the_policy_lacks_is_not_served(monkeypatch: pytest.Monk
     # as of a checkpoint on the hub, whose files are not looked at before
     monkeypatch.setattr(parts, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(serving, "PolicyServer", lambda *_: pytest.fail("it serves"))
-    settings = ["cluster.device=cpu", "env=toy", "model=openvla_oft", "model.action_head=l1", "serve.decoding=sampled"]
+    l1 = ["model=openvla_oft", "model.warm_start=null", "model.action_head=l1"]
+    settings = ["cluster.device=cpu", "env=toy", *l1, "serve.decoding=sampled"]
     settings.append("model.random_weights=true")
     with raises_code("policy-has-no-decoding"):
         serving.serve(load_config(settings, verb="serve"), say=lambda line: None)

@@ -432,15 +432,13 @@ def test_the_stop_token_is_remembered(tmp_path):
     assert load(warm_start=str(tmp_path), keep_stop_token=False)[1].ok
 
 
-def test_an_openvla_is_a_start_but_the_shipped_one_is_not(tmp_path):
+def test_an_openvla_is_a_start(tmp_path):
     openvla = build("openvla")
     openvla.save_pretrained(tmp_path)
     policy, report = load(warm_start=str(tmp_path))
     assert report.ok
     weights = policy.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in openvla.model.state_dict().items())
-    with raises_code("warm-start-missing", CheckpointError, "openvla_oft"):
-        load(warm_start="builtin")
 
 
 def test_files_are_those_of_the_public_layout(tmp_path):

@@ -1,0 +1,1 @@
+"""Spellings of other systems for code that was written for them: ``compat.siirl`` and ``compat.verl``."""

@@ -1,0 +1,201 @@
+"""A training run taken step by step, by a script in place of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from embodrl.api import ConfigLike, configured, torch_settings
+from embodrl.errors import EmbodrlError
+from embodrl.learners.rollout import RolloutLearner
+from embodrl.pipelines.graph import GraphNode
+from embodrl.pipelines.outcomes import Metrics
+from embodrl.processes.cores import bound_to
+from embodrl.reporting.metrics_file import Row
+from embodrl.runs.eval_result import EvaluationResult, evaluation_of
+from embodrl.specs import LOSSES
+from embodrl.trainer.files import export_policy, run_directory
+from embodrl.trainer.parts import check_machine, device_of, start_learner
+from embodrl.trainer.session import RunSession, run_directory_of
+from embodrl.trainer.stop import StopSignal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from embodrl.algorithms.advantages import Advantages
+    from embodrl.config.load import LoadedConfig
+    from embodrl.config.schema import Config
+    from embodrl.data.trajectory import TrajectoryBatch
+    from embodrl.models.base import VLAPolicy
+
+
+@contextmanager
+def started(loaded: LoadedConfig) -> Iterator[RolloutLearner]:
+    """Start the parts of a run, without its trainer; they end with the block.
+
+    Raises:
+        EmbodrlError: a requirement is missing, or a process could not be started.
+    """
+    config = loaded.config
+    directory = run_directory(config)
+    place = loaded.deployment.main_place
+    check_machine(config, loaded.deployment)
+    with torch_settings(), run_directory_of(directory) as lock, bound_to(place.cpus if place is not None else ()):
+        device = device_of(config, loaded.deployment)
+        session = RunSession(loaded, directory, lock, StopSignal(), None, None)
+        with ExitStack() as closing:
+            learner = start_learner(session, device, lambda: False, lambda *_: None, closing)
+            learner.begin()
+            yield learner
+
+
+class Session:
+    """The parts of a run that learns from its rollouts, driven by a script.
+
+    >>> with embodrl.Session(["env=toy", "model=mlp"]) as session:          # doctest: +SKIP
+    ...     for _ in range(20):
+    ...         batch = session.rollout()
+    ...         advantages = session.advantages(batch)
+    ...         session.train(batch, advantages)
+    ...         print(session.sync()["rollout/success_rate"])
+
+    Each step is the one that the trainer takes: an iteration has the row, and the weights, of `embodrl train`'s.
+    Simulators and processes run from ``with`` to its end. ``runner.output_dir`` holds their logs; rows, checkpoints,
+    evaluations on the way and the report are the script's.
+
+    Args:
+        config: as for ``embodrl.load_config``.
+        overrides: as for ``embodrl.load_config``.
+
+    Attributes:
+        iteration: finished iterations.
+    """
+
+    def __init__(self, config: ConfigLike = None, overrides: Sequence[str] = ()) -> None:
+        self._loaded = configured(config, overrides, "train").with_absolute_paths()
+        self.iteration = 0
+        self._closing = ExitStack()
+        self._started: RolloutLearner | None = None
+        self._metrics: Metrics = {}
+
+    @property
+    def config(self) -> Config:
+        """Values of the configuration."""
+        return self._loaded.config
+
+    @property
+    def policy(self) -> VLAPolicy:
+        """The policy with the weights of the last update."""
+        self._learner.engine.fetch()
+        return self._learner.policy
+
+    def __enter__(self) -> Self:
+        """Start the simulators and processes of the run.
+
+        Raises:
+            EmbodrlError: the algorithm does not learn from its rollouts alone, a requirement is missing, or a process
+                could not be started.
+        """
+        config = self.config
+        if LOSSES.entry(config.algorithm.loss_type).learns_from_records or config.pipeline.fn is not None:
+            raise EmbodrlError(
+                "a session takes the steps of the pipeline on_policy, and the configuration implies another",
+                "leave out pipeline.fn and choose an algorithm such as ppo or grpo, or call embodrl.train",
+                code="session-pipeline",
+            )
+        self._started = self._closing.enter_context(started(self._loaded))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._started = None
+        self._closing.__exit__(kind, error, trace)
+
+    def rollout(self) -> TrajectoryBatch:
+        """Begin an iteration: play episodes, judge them, and add the log-probs of other policies that the loss reads.
+
+        Returns:
+            chunks of all environments, (T, B, ...); see ``embodrl.TrajectoryBatch``. Its columns may be replaced.
+        """
+        learner = self._learner
+        self._context = learner.open_iteration(self.iteration)
+        self._metrics = {}
+        batch: object = None
+        for node in learner.graph.nodes:
+            if node.role == "advantage":
+                break
+            batch = self._call(node, *(() if batch is None else (batch,)))
+        return batch  # pyright: ignore[reportReturnType]  (the pipeline's nodes return batches)
+
+    def advantages(self, batch: TrajectoryBatch) -> Advantages:
+        """Estimate advantages and returns with ``algorithm.adv_type``.
+
+        Returns:
+            of every chunk, or action; see ``embodrl.Advantages``.
+        """
+        return self._call(self._node("advantage"), batch)  # pyright: ignore[reportReturnType]
+
+    def train(self, batch: TrajectoryBatch, advantages: Advantages) -> dict[str, float | None]:
+        """Update the weights with ``algorithm.loss_type``, ``algorithm.update_epoch`` times over the batch.
+
+        Returns:
+            metrics, by the names of metrics.jsonl.
+        """
+        known = set(self._metrics)
+        self._call(self._node("train"), batch, advantages)
+        return {name: value for name, value in self._metrics.items() if name not in known}
+
+    def sync(self) -> Row:
+        """Send the weights to the rollouts, and end the iteration.
+
+        Returns:
+            its row, as in metrics.jsonl.
+        """
+        self._call(self._node("sync"))
+        row = self._learner.close_iteration(self._metrics)
+        self.iteration += 1
+        return row
+
+    def evaluate(self, video_dir: str | Path | None = None) -> EvaluationResult:
+        """Play the episodes of ``env.eval`` on their fixed seeds, in every decoding of ``env.eval.decoding``.
+
+        Args:
+            video_dir: directory for videos; None for none.
+        """
+        learner = self._learner
+        learner.phases.enter("act")
+        directory = None if video_dir is None else Path(video_dir)
+        return evaluation_of(learner.parts.rollouts.evaluate(directory, every_decoding=True))
+
+    def save(self, directory: str | Path) -> None:
+        """Write the policy in its public layout, for ``embodrl.load_policy`` or ``model.warm_start``.
+
+        Raises:
+            OutputError: the directory is not writable; its previous contents are unchanged.
+        """
+        export_policy(self.policy, Path(directory), self.config, iteration=self.iteration)
+
+    @property
+    def _learner(self) -> RolloutLearner:
+        if self._started is None:
+            raise EmbodrlError(
+                "the session has not been started, or has ended",
+                "write `with embodrl.Session(...) as session:`, and call it within",
+                code="session-closed",
+            )
+        return self._started
+
+    def _node(self, role: str) -> GraphNode:
+        return next(node for node in self._learner.graph.nodes if node.role == role)
+
+    def _call(self, node: GraphNode, *inputs: object) -> object:
+        """Run a node of the iteration in progress; keep its metrics, return its output."""
+        learner = self._learner
+        learner.before_node(node)
+        value, found = learner.graph.call(node, self._context, inputs, may_stop=False)
+        self._metrics |= found
+        return value
