@@ -29,11 +29,11 @@ OF_A_RUN = ("seconds in simulators and policy", "command", "date")
 def evaluation(directory: Path, *more: str, **options: Any) -> dict[str, Any]:
     done = embodrl(*ORDER, *more, "--output", directory, "--json", directory.with_suffix(".json"), **options)
     assert done.code == 0, done.stderr
-    found = json.loads((directory / "eval.json").read_text())
-    assert json.loads(directory.with_suffix(".json").read_text()) == found
-    return {name: value for name, value in found.items() if name != "settings"} | {
-        "settings": {name: value for name, value in found["settings"].items() if name not in OF_A_RUN}
-    }
+    found, copy = (json.loads(path.read_text()) for path in (directory / "eval.json", directory.with_suffix(".json")))
+    for result in (found, copy):
+        result["settings"] = {name: value for name, value in result["settings"].items() if name not in OF_A_RUN}
+    assert copy == found
+    return found
 
 
 def videos(directory: Path) -> list[str]:
