@@ -449,9 +449,11 @@ class WorkflowRunnerSpec(Entry):
 
     Attributes:
         collector: class derived from ``SyncCollector``, for synchronous runs, as ``module:Class``.
+        evaluator: class derived from ``Evaluator``, as ``module:Class``.
     """
 
     collector: str = ""
+    evaluator: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

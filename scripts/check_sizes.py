@@ -110,13 +110,14 @@ def problems_of(path: str, tree: ast.Module, larger: dict[str, Shape]) -> Iterat
 
 
 def repeated(places: dict[str, list[str]]) -> Iterator[str]:
-    """Yield the public class names that stand in several modules.
+    """Yield the public class names that stand in several modules, but for the spellings of other systems.
 
     Args:
         places: name of a class at the top of a module -> paths.
     """
     for name, paths in places.items():
-        if len(paths) > 1 and not name.startswith("_"):
+        own = [path for path in paths if not path.startswith("embodrl/compat/")]
+        if len(own) > 1 and not name.startswith("_"):
             yield f"class {name} stands in {', '.join(paths)}: a public name stands once"
 
 

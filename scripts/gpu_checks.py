@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import psutil
 from check_list import LOG_FILE, RESULTS_FILE, Check, CheckFailed, CheckList, Figures, NotHere, Shell, read_rows
 
+from embodrl.reporting.rows import MEASURED
+
 ROOT = Path(__file__).resolve().parents[1]
 RECORDINGS = ROOT / "tests" / "parity" / "recordings"
 FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
@@ -50,7 +52,7 @@ SHOWN = (
     *("memory/gpu_peak_mib", "rollout/restarts", "eval/success_rate"),
 )
 """Metrics that a row of the results repeats, of the last iteration."""
-MOVED_BY_LOAD = ("time/", "memory/")
+MOVED_BY_LOAD = (*MEASURED, "memory/")
 FIRST_MINIBATCH_KL = 1e-2
 """Largest KL of the first minibatch, before any step: the policy that trains is the one that acted."""
 

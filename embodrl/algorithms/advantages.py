@@ -66,6 +66,8 @@ def gae(
     bootstrap_values: Tensor,
     gamma: float,
     gae_lambda: float,
+    critic_lambda: float | None = None,
+    lambda_length_alpha: float | None = None,
     reward_type: RewardType = "chunk_level",
     bootstrap_type: BootstrapType = "truncation",
 ) -> Advantages:
@@ -86,6 +88,10 @@ def gae(
             used.
         gamma: discount per reward step (chunk or action).
         gae_lambda: 0 is the one-step error, 1 the Monte-Carlo return.
+        critic_lambda: lambda of the returns; None for that of the advantages (VAPO, Yue et al. 2025, arXiv 2504.05118,
+            sec. 4.1: decoupled GAE).
+        lambda_length_alpha: lambda of the advantages is ``1 - 1 / (alpha * length)``, at least 0, with the reward steps
+            of the episode as length, in place of ``gae_lambda``; None for ``gae_lambda`` (VAPO, eq. 8).
         reward_type: whether a reward step is a chunk or an action.
         bootstrap_type: ``none`` treats a truncation as a termination.
 
@@ -106,9 +112,15 @@ def gae(
     if bootstrap_type == "none":
         # V(s+1) is then 0 at a truncation, as at a termination.
         steps = _RewardSteps(**{**vars(steps), "bootstrap_values": torch.zeros_like(steps.bootstrap_values)})
-    advantages = _accumulate(steps, gamma, gae_lambda)
+    own = torch.full_like(steps.rewards, gae_lambda)
+    advantages = _accumulate(
+        steps, gamma, own if lambda_length_alpha is None else _by_length(steps, lambda_length_alpha)
+    )
     # The critic's target is the lambda-return, A + V.
-    returns = torch.where(steps.valid, advantages + steps.values, 0.0)
+    critic = own if critic_lambda is None else torch.full_like(own, critic_lambda)
+    same = critic_lambda is None and lambda_length_alpha is None
+    targets = advantages if same else _accumulate(steps, gamma, critic)
+    returns = torch.where(steps.valid, targets + steps.values, 0.0)
 
     shape = (num_steps, num_envs, expected)
     return Advantages(*(from_reward_steps(x, shape) for x in (advantages.float(), returns.float(), steps.valid)))
@@ -163,8 +175,20 @@ def _action_steps(
     )
 
 
-def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
-    """Return the advantages ``[S,B]``, computed backwards from the last step."""
+def _by_length(steps: _RewardSteps, alpha: float) -> Tensor:
+    """Return ``1 - 1 / (alpha * length)`` of the episode of every step, at least 0, ``float64[S,B]``."""
+    ended = (steps.truncated | steps.lost).unsqueeze(-1)
+    episodes = split_episodes(steps.valid.unsqueeze(-1), steps.terminated.unsqueeze(-1), ended)
+    played = episodes.index[steps.valid]
+    length = torch.zeros(len(episodes), dtype=torch.float64, device=played.device)
+    length.index_add_(0, played, torch.ones_like(played, dtype=torch.float64))
+    result = torch.zeros_like(steps.rewards)
+    result[steps.valid] = (1.0 - 1.0 / (alpha * length)).clamp_min(0.0)[played]
+    return result
+
+
+def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: Tensor) -> Tensor:
+    """Return the advantages ``[S,B]``, computed backwards from the last step; ``gae_lambda`` is ``[S,B]``."""
     done = steps.terminated | steps.truncated
     # Selections, not products with 0: masked entries may be NaN.
     bootstrap = torch.where(steps.truncated & ~steps.terminated, steps.bootstrap_values, 0.0)
@@ -176,7 +200,7 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
         next_advantage = torch.where(done[s], 0.0, successor_advantage)
         # One-step error, followed by the recursion of eq. 16.
         delta = steps.rewards[s] + gamma * next_value - steps.values[s]
-        advantage = delta + gamma * gae_lambda * next_advantage
+        advantage = delta + gamma * gae_lambda[s] * next_advantage
         advantages[s] = torch.where(steps.valid[s], advantage, 0.0)
         # An invalid step passes on its successor's advantage, unless a fault ended the episode there.
         successor_advantage = torch.where(

@@ -9,7 +9,7 @@ of its micro-batches add up exactly, however the valid elements are distributed.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -24,12 +24,16 @@ Surrogate = Literal["ratio", "log_ratio"]
 
 @dataclass(frozen=True)
 class LossCounts:
-    """Number of valid elements each term averages over (scalar tensors, at least 1)."""
+    """Number of valid elements each term averages over (scalar tensors, at least 1).
+
+    ``solved`` counts the tokens of solved episodes; None where no term reads them.
+    """
 
     tokens: Tensor
     policy: Tensor
     entropy: Tensor
     values: Tensor
+    solved: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,24 @@ def is_largest(name: str) -> bool:
 
 
 def count_elements(
-    valid: Tensor, *, action_dim: int, logprob_type: Level, entropy_type: Level = "token_level", num_values: int = 1
+    valid: Tensor,
+    *,
+    action_dim: int,
+    logprob_type: Level,
+    entropy_type: Level = "token_level",
+    num_values: int = 1,
+    solved: Tensor | None = None,
 ) -> LossCounts:
-    """Count the elements of each term of a loss, for ``valid bool[N,C]``, A = ``action_dim`` and K = ``num_values``."""
+    """Count the elements of each term of a loss.
+
+    Args:
+        valid: ``bool[N,C]``.
+        action_dim: A.
+        logprob_type: level of the ratio.
+        entropy_type: level of the entropy.
+        num_values: K.
+        solved: ``bool[N]``, chunks of solved episodes; None if no term reads them.
+    """
 
     def count(level: Level) -> Tensor:
         mask = valid.any(-1) if level == "chunk_level" else valid
@@ -59,7 +78,11 @@ def count_elements(
         return (mask.sum() * (action_dim if level == "token_level" else 1)).clamp_min(1).float()
 
     value_level: Level = "action_level" if num_values == valid.shape[1] else "chunk_level"
-    return LossCounts(count("token_level"), count(logprob_type), count(entropy_type), count(value_level))
+    counts = LossCounts(count("token_level"), count(logprob_type), count(entropy_type), count(value_level))
+    if solved is None:
+        return counts
+    tokens = (valid & solved.unsqueeze(-1)).sum() * action_dim
+    return replace(counts, solved=tokens.clamp_min(1).float())
 
 
 def reduce_to_level(x: Tensor, valid: Tensor, level: Level) -> tuple[Tensor, Tensor]:
@@ -138,6 +161,8 @@ def actor_loss(
     weights: Tensor | None = None,
     prox_logprobs: Tensor | None = None,
     behavior_weights: Tensor | None = None,
+    solved: Tensor | None = None,
+    positive_coef: float = 0.0,
     counts: LossCounts | None = None,
 ) -> LossOutput:
     """Clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with separate clip ranges, and entropy.
@@ -168,18 +193,23 @@ def actor_loss(
             1.
         prox_logprobs: ``float32[N,C,A]``; if given, ratio and drift are relative to it (decoupled PPO, decoupled.py).
         behavior_weights: ``float32[N,1,1]``, or of the ratios' shape, factors of surrogate and drift; None for all 1.
+        solved: ``bool[N]``, chunks of episodes that were solved; required if ``positive_coef`` is not 0.
+        positive_coef: weight of the negative log-likelihood of the tokens of solved episodes (VAPO, Yue et al. 2025,
+            arXiv 2504.05118, sec. 4.3).
         counts: counts of the whole minibatch; None if this batch is the minibatch.
 
     Returns:
         loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``ratio_mean`` (both with the
-            behaviour weights), ``clip_fraction`` (out of range); if requested ``entropy``, ``drift``, ``ref_kl``.
+            behaviour weights), ``clip_fraction`` (out of range); if requested ``entropy``, ``drift``, ``ref_kl``,
+            ``positive_nll``.
 
     Raises:
-        EmbodrlError: advantages or behaviour weights are finer than the ratio, or a KL lacks reference log-probs.
+        EmbodrlError: advantages or behaviour weights are finer than the ratio, a KL lacks reference log-probs, or the
+            likelihood of solved episodes their mask.
     """
     check_levels(logprob_type, advantages)
     counts = counts or count_elements(
-        valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
+        valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type, solved=solved
     )
     before = old_logprobs if prox_logprobs is None else prox_logprobs
     token_log_ratio = torch.where(valid.unsqueeze(-1), logprobs - before, 0.0)
@@ -193,6 +223,9 @@ def actor_loss(
         extra["ref_kl"] = total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
         # The penalty of GRPO's objective (DeepSeekMath, eq. 3), per token.
         loss = loss + kl_coef * extra["ref_kl"]
+    if positive_coef:
+        extra["positive_nll"] = _likelihood_loss(logprobs, valid, solved, counts)
+        loss = loss + positive_coef * extra["positive_nll"]
     if entropy is not None:
         extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
         loss = loss - entropy_bonus * extra["entropy"]
@@ -270,6 +303,18 @@ def _ratio_metrics(
             "clip_fraction": (outside & mask).sum() / counts.policy,
             "ratio_mean": torch.where(mask, ratio, 0.0).sum() / counts.policy,
         }
+
+
+def _likelihood_loss(logprobs: Tensor, valid: Tensor, solved: Tensor | None, counts: LossCounts) -> Tensor:
+    """Return the mean negative log-probability of the tokens of solved episodes."""
+    if solved is None or counts.solved is None:
+        raise EmbodrlError(
+            "the likelihood of solved episodes needs to know which they are",
+            "set algorithm.positive_coef=0, or let the environment report success",
+            code="success-unknown",
+        )
+    mask = (valid & solved.unsqueeze(-1)).unsqueeze(-1)
+    return -torch.where(mask, logprobs, 0.0).sum() / counts.solved
 
 
 def _reference_kl(logprobs: Tensor, ref_logprobs: Tensor | None, valid: Tensor, estimator: KlEstimator) -> Tensor:

@@ -24,7 +24,7 @@ ESTIMATOR_ARGUMENTS = FunctionArguments(
 LOSS_ARGUMENTS = FunctionArguments(
     names=(
         *("logprobs", "old_logprobs", "ref_logprobs", "prox_logprobs", "behavior_weights", "advantages", "valid"),
-        *("entropy", "values", "old_values", "returns", "weights", "counts", "kl_coef", "kl_estimator"),
+        *("entropy", "values", "old_values", "returns", "weights", "solved", "counts", "kl_coef", "kl_estimator"),
         *("errors", "old_errors", *ARGUMENTS["loss"]),
     ),
     values=("values", "old_values", "returns"),

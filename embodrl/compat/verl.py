@@ -96,7 +96,9 @@ class DataProto(Batch):
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Put the rows into another order, in place."""
         ordered = self._take(torch.as_tensor(indices))
-        self.tensors, self.objects, self.batch_size = ordered.tensors, ordered.objects, ordered.batch_size
+        self.tensors = ordered.tensors
+        self.objects = ordered.objects
+        self.batch_size = ordered.batch_size
 
 
 def _equal(left: object, right: object) -> bool:

@@ -129,6 +129,8 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
         "choose a preset with GROUP=NAME, e.g. experiment=pick_cube, and a YAML file with --config FILE",
     ),
     "config_path": ("", "pass a YAML file with --config FILE, a directory of presets with --presets DIR"),
+    "policy.type": ("model", "write model=NAME, a preset of `embodrl list presets`"),
+    "env.type": ("env", "write env=NAME, a preset of `embodrl list presets`"),
     "actor.batch_size": _BATCH,
     "trainer.n_gpus_per_node": _GPUS,
     "gpus": _GPUS,

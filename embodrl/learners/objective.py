@@ -57,6 +57,31 @@ def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmC
     return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
 
 
+SOLVED = "solved"
+"""Column of chunks whose episode was solved, for losses with ``algorithm.positive_coef``."""
+
+
+def solved_column(batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> dict[str, Tensor]:
+    """Return the column ``solved bool[T,B]`` if the loss reads it.
+
+    Raises:
+        EmbodrlError: the environment does not report success.
+    """
+    if not algorithm.positive_coef:
+        return {}
+    if batch.success is None:
+        raise EmbodrlError(
+            "the likelihood of solved episodes needs to know which they are",
+            "set algorithm.positive_coef=0, or let the environment report success",
+            code="success-unknown",
+        )
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    solved = torch.zeros_like(batch.success)
+    played = episodes.index >= 0
+    solved[played] = episodes.of(batch.success)[episodes.index[played]]
+    return {SOLVED: solved}
+
+
 def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: float = 1.0) -> Tensor:
     """Return ``bool[T,B]``: chunks with a valid action and an advantage.
 
@@ -83,7 +108,7 @@ def flatten_chunks(
 
     The columns ``advantages``, ``returns`` and, if given, ``weights`` become available to the loss.
     """
-    asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs", *COLUMNS)
+    asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs", SOLVED, *COLUMNS)
     rows = batch.select(*(name for name in asked if name in batch)).replace(
         advantages=advantages.advantages, returns=advantages.returns, weights=weights
     )
@@ -101,6 +126,7 @@ def counts_of(minibatch: TrajectoryBatch, algorithm: AlgorithmConfig, device: to
         logprob_type=algorithm.logprob_type,
         entropy_type=algorithm.entropy_type,
         num_values=minibatch["advantages"].shape[-1],
+        solved=minibatch[SOLVED].to(device) if SOLVED in minibatch else None,
     )
 
 
@@ -144,6 +170,7 @@ def make_loss(
             "valid": micro.drawn,
             "entropy": None if output.entropy is None else output.entropy.float(),
             "weights": micro.get("weights"),
+            "solved": micro.get(SOLVED),
             "counts": counts,
         }
         if reads_errors and output.errors is not None:

@@ -33,6 +33,7 @@ from embodrl.learners.objective import (
     counts_of,
     flatten_chunks,
     make_loss,
+    solved_column,
     trained_chunks,
 )
 from embodrl.learners.update import Update
@@ -98,7 +99,7 @@ class OnPolicyUpdate(Update):
         staleness = staleness_of(batch.policy_version, batch.valid, self.engine.version)
         # For the loss weights, in updates that changed the policy; the metrics count all updates.
         aged = self.policy_staleness(batch)
-        columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
+        columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged) | solved_column(batch, algorithm)
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
         chunks = flatten_chunks(batch.replace(**columns), advantages, trained, chunk_weights(batch, trained, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)

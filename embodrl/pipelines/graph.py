@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
@@ -159,7 +159,10 @@ class Graph:
             PipelineError: a node raised anything else, was interrupted after training had begun, or returned invalid
                 metrics.
         """
-        found = _Walk(self, context, on_node or (lambda _: None)).run()
+        with _Walk(self, context, on_node or (lambda _: None)) as walk:
+            while (node := walk.next()) is not None:
+                walk.end(node, *self.call(*walk.begin(node)))
+        found = walk.found
         metrics: Metrics = {}
         retries = 0.0
         for node in self.nodes:
@@ -243,58 +246,78 @@ class Graph:
 
 
 class _Walk:
-    """One walk over a graph.
+    """The state of one walk over a graph; leaving its block waits for the nodes in threads, also after an error.
 
     Args:
         graph: its nodes are run.
         context: passed to every node.
         on_node: called before each node.
+
+    Attributes:
+        found: metrics of the nodes that have ended, by name.
     """
 
     def __init__(self, graph: Graph, context: PipelineContext, on_node: Callable[[GraphNode], None]) -> None:
+        self.found: dict[str, Metrics] = {}
         self._graph = graph
         self._context = context
         self._on_node = on_node
         self._outputs = _Outputs(graph.nodes)
         self._left = list(graph.nodes)
-        self._found: dict[str, Metrics] = {}
-        self._running: dict[Future[tuple[object, Metrics]], GraphNode] = {}
+        self._running: dict[Future[None], GraphNode] = {}
+        self._begun: dict[str, tuple[GraphNode, PipelineContext, Sequence[object], bool]] = {}
+        self._results: dict[str, tuple[object, Metrics]] = {}
+        self._threads: ThreadPoolExecutor | None = None
         self._may_stop = True
 
-    def run(self) -> dict[str, Metrics]:
-        """Return the metrics of every node, by its name."""
-        with ExitStack() as closing:  # waits for the threads, also after an error
-            threads: ThreadPoolExecutor | None = None
-            while self._left or self._running:
-                ready = [node for node in self._left if all(name in self._found for name in node.deps)]
-                beside = [node for node in ready if node.role in BESIDE]
-                if len(ready) + len(self._running) > 1 and beside:
-                    threads = threads or closing.enter_context(ThreadPoolExecutor(len(self._graph.nodes), "node"))
-                    for node in beside:
-                        self._running[threads.submit(self._graph.call, *self._begin(node))] = node
-                    ready = [node for node in ready if node not in beside]
-                if ready:
-                    self._end(ready[0], *self._graph.call(*self._begin(ready[0])))
-                else:
-                    wait(self._running, return_when=FIRST_COMPLETED)
-                self._collect()
-        return self._found
+    def __enter__(self) -> Self:
+        return self
 
-    def _collect(self) -> None:
-        """End the nodes that have ended in threads; a method, so that no variable keeps an output."""
-        for future in [future for future in self._running if future.done()]:
-            self._end(self._running.pop(future), *future.result())
+    def __exit__(self, *_: object) -> None:
+        if self._threads is not None:
+            self._threads.shutdown()
 
-    def _begin(self, node: GraphNode) -> tuple[GraphNode, PipelineContext, Sequence[object], bool]:
+    def next(self) -> GraphNode | None:
+        """Return the next node for this thread, once threads have those that may run beside it; None at the end."""
+        while True:
+            self._collect()
+            ready = [node for node in self._left if all(name in self.found for name in node.deps)]
+            if len(ready) + len(self._running) > 1:
+                for node in (node for node in ready if node.role in BESIDE):
+                    self._submit(node)
+                ready = [node for node in ready if node.role not in BESIDE]
+            if ready or not self._running:
+                return ready[0] if ready else None
+            wait(self._running, return_when=FIRST_COMPLETED)
+
+    def begin(self, node: GraphNode) -> tuple[GraphNode, PipelineContext, Sequence[object], bool]:
         """Take a node from those that are left; return the arguments of ``Graph.call``."""
         self._on_node(node)
         self._left.remove(node)
         self._may_stop = self._may_stop and node.role not in CHANGES
         return node, self._context, self._outputs.of(node), self._may_stop
 
-    def _end(self, node: GraphNode, value: object, found: Metrics) -> None:
+    def end(self, node: GraphNode, value: object, found: Metrics) -> None:
+        """Keep what a node has returned."""
         self._outputs.add(node, value)
-        self._found[node.name] = found
+        self.found[node.name] = found
+
+    def _submit(self, node: GraphNode) -> None:
+        """Run a node in a thread."""
+        self._threads = self._threads or ThreadPoolExecutor(len(self._graph.nodes), "node")
+        self._begun[node.name] = self.begin(node)
+        self._running[self._threads.submit(self._call, node.name)] = node
+
+    def _call(self, name: str) -> None:
+        # Neither inputs nor outputs pass through the future, in whose thread they would outlive their last reader.
+        self._results[name] = self._graph.call(*self._begun.pop(name))
+
+    def _collect(self) -> None:
+        """End the nodes whose threads have ended; raises the error of one."""
+        for future in [future for future in self._running if future.done()]:
+            node = self._running.pop(future)
+            future.result()
+            self.end(node, *self._results.pop(node.name))
 
 
 class _Outputs:

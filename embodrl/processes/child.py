@@ -28,6 +28,7 @@ from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, soc
 from embodrl.processes.guard import VARIABLE, end_family, family
 from embodrl.processes.liveness import Limits, Liveness, stop_requested
 from embodrl.processes.trace import naming
+from embodrl.processes.traffic import kind_of
 
 LOG_TAIL_BYTES = 8192  # the last output and a dump of every thread's stack
 LOG_BYTES = 8 << 20
@@ -160,7 +161,7 @@ class ChildProcess:
         # If memory runs out, simulators are killed first, then rollout processes, and the driver last.
         with contextlib.suppress(OSError):  # already ended, or not permitted
             Path(f"/proc/{self._popen.pid}/oom_score_adj").write_text(str(oom_score_adj))
-        self.connection = Connection(ours, codec, self.pidfd)
+        self.connection = Connection(ours, codec, self.pidfd, kind_of(name))
         message = {
             **start,
             "sys_path": sys.path if same_python else importable_in_other_python(),

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.codec import PLAIN, Codec, aligned, placed
+from embodrl.processes.traffic import count_received, count_sent
 
 # kind, number, argument, length of the description, bytes in the memory file
 _HEADER = struct.Struct("<BQQQQ")
@@ -98,10 +99,13 @@ def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]
 
 
 class Sender:
-    """Sends frames; thread-safe."""
+    """Sends frames; thread-safe. With a ``link``, their bytes are counted for it (``traffic``)."""
 
-    def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None, link: str = ""
+    ) -> None:
         self.sock = sock
+        self.link = link
         self._codec = codec
         self._peer = peer_pidfd
 
@@ -126,10 +130,13 @@ class Sender:
             memory, num_bytes = _memory_file(description, blobs)
         header = _HEADER.pack(frame.kind, frame.number, frame.argument, len(description), num_bytes)
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))] if memory >= 0 else []
+        message = header if rights else header + description
         try:
             while True:
                 try:
-                    self.sock.sendmsg([header if rights else header + description], rights, _SEND_FLAGS)
+                    self.sock.sendmsg([message], rights, _SEND_FLAGS)
+                    if self.link:
+                        count_sent(self.link, len(message) + num_bytes)
                     return
                 except BlockingIOError:
                     self._wait_writable(deadline)
@@ -152,8 +159,8 @@ class Sender:
             raise PeerGoneError
 
 
-def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
-    """Return the next frame, or None if there is none yet.
+def receive_now(sock: socket.socket, codec: Codec = PLAIN, link: str = "") -> Frame | None:
+    """Return the next frame, or None if there is none yet; with a ``link``, its bytes are counted for it.
 
     Raises:
         PeerGoneError: the peer has exited.
@@ -178,7 +185,11 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
                 f"a frame arrived in part: {len(data)} bytes, {len(descriptors)} memory files",
                 "this is the sender's fault",
             )
-        return parse_frame(data, descriptors, codec)
+        frame = parse_frame(data, descriptors, codec)
+        if link:
+            in_memory = _HEADER.unpack_from(data)[-1]
+            count_received(link, len(data) + in_memory)
+        return frame
     finally:
         # The mapping keeps the memory; open descriptors would add up to the limit of open files.
         for descriptor in descriptors:
@@ -270,10 +281,13 @@ class Connection(Sender):
         codec: codec of the values.
         peer_pidfd: the peer's pidfd: a process forked by the peer may hold the peer's socket open, so end-of-file alone
             would not report its death.
+        link: what the bytes of the frames are counted for; "" for nothing.
     """
 
-    def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
-        super().__init__(sock, codec, peer_pidfd)
+    def __init__(
+        self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None, link: str = ""
+    ) -> None:
+        super().__init__(sock, codec, peer_pidfd, link)
         self._readable = select.poll()  # created once, since every simulator step waits on it
         self._readable.register(sock, select.POLLIN)
         if peer_pidfd is not None:
@@ -291,7 +305,7 @@ class Connection(Sender):
             remaining_ms = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
             events = self._readable.poll(remaining_ms)
             if any(descriptor == self.sock.fileno() for descriptor, _ in events):
-                frame = receive_now(self.sock, self._codec)
+                frame = receive_now(self.sock, self._codec, self.link)
                 if frame is not None:
                     return frame
             elif events:

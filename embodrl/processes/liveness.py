@@ -25,6 +25,7 @@ _MAX_STEP_S = 2.0  # maximum time that a look may add, since this process may ha
 _MIN_CPU = 0.03  # of one core; threads that wait for the interpreter lock use about 0.01
 _MIN_IO_BYTES_PER_S = 65536
 _HURRIED_S = 3.0
+_STAT_BYTES = 4096
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STOPPED = "Tt"
 _WAITS_FOR_DISK_OR_CORE = "DR"
@@ -84,8 +85,7 @@ class _Use:
     @staticmethod
     def of(pid: int) -> _Use | None:
         try:
-            # The name, in parentheses, may contain anything; the fields after it are numbers, from the state (3rd) on.
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat_fields(pid)
             counted = _io_bytes(pid)
         except (OSError, IndexError):
             return None
@@ -107,15 +107,29 @@ def _io_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines[:2])  # rchar, wchar
 
 
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of a process's ``stat`` from its state (3rd) on; raises OSError if it has ended.
+
+    Without ``open``: all processes of a machine are read so, and it would take four times as long.
+    """
+    descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
+    try:
+        content = os.read(descriptor, _STAT_BYTES)
+    finally:
+        os.close(descriptor)
+    # The name, in parentheses, may contain anything; the fields after it are numbers.
+    return content.rpartition(b")")[2].decode().split()
+
+
 def descendants(pid: int) -> list[int]:
     """Return the ids of all descendants of a process."""
     children: dict[int, list[int]] = {}
-    for process in Path("/proc").glob("[1-9]*"):
+    for other in (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()):
         try:
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            parent = int(stat_fields(other)[1])
         except (OSError, IndexError):
             continue
-        children.setdefault(parent, []).append(int(process.name))
+        children.setdefault(parent, []).append(other)
     found = list(children.get(pid, ()))
     for child in found:  # grows meanwhile
         found += children.get(child, ())

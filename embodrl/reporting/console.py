@@ -23,6 +23,7 @@ from embodrl.reporting.intervals import eval_interval
 from embodrl.reporting.rows import is_number, number
 from embodrl.reporting.sinks import MetricValue
 from embodrl.reporting.terminal import safe_console
+from embodrl.reporting.usage_text import usage_text
 
 logger = logging.getLogger(__name__)
 
@@ -314,6 +315,8 @@ class Console:
         for start in range(0, len(cells), 4):
             losses.add_row(*cells[start : start + 4])
         parts: list[RenderableType] = [head, Text(), success, Text(), split, Text(), losses]
+        if used := usage_text(self._row):
+            parts += [Text(), Text(f"usage  {used}")]
         if self._messages:
             parts += [Text(), *(Text(message, style="dim") for message in list(self._messages))]
         return Panel(Group(*parts), title=Text(f"embodrl {self.name}".strip()), title_align="left", padding=(1, 2))

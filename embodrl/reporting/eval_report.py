@@ -124,7 +124,7 @@ def eval_page(content: EvalContent, title: str, directory: Path, grid: Path | No
 
 def _figures(content: EvalContent) -> str:
     low, high = content["interval"]
-    found = [(f"{content['episodes']:,}", "episodes"), (f"{content['lost_episodes']:,}", "lost to simulator faults")]
+    found = [(f"{content['episodes']:,}", "episodes"), (f"{content['lost_episodes']:,}", "without a result")]
     if content["episodes"]:
         found = [
             (f"{100 * (content['success_rate'] or 0.0):.1f} %", "success rate"),

@@ -30,6 +30,7 @@ from embodrl.reporting.rows import (
     task_names,
 )
 from embodrl.reporting.run_files import CONFIG_FILE, own_files, read_run_config
+from embodrl.reporting.usage_text import USAGE_HEAD, USAGE_NOTE, usage_table
 from embodrl.storage.json_file import write_text_file
 
 Rows = list[dict[str, Any]]
@@ -93,6 +94,7 @@ def report_page(run_dir: Path) -> str:
         _warnings(rows, config),
         _success(rows, config),
         _curves(rows),
+        _usage(rows),
         _videos(run_dir),
         _origin(records, config, run_dir),
         _unreadable(unreadable),
@@ -214,6 +216,13 @@ def _curves(rows: Rows) -> str:
     if present:
         charts.append(stacked_chart("Seconds per iteration", [t[0] for t in present], [t[2] for t in present], columns))
     return f'<h2>Training</h2>\n<div class="charts">{"".join(charts)}</div>'
+
+
+def _usage(rows: Rows) -> str:
+    found = usage_table(rows)
+    if not found:
+        return ""
+    return f'<h2>Usage</h2>\n<p class="sub">{html.escape(USAGE_NOTE)}</p>{table(USAGE_HEAD, found)}'
 
 
 def _videos(run_dir: Path) -> str:

@@ -9,6 +9,14 @@ from typing import Any, TypeGuard
 
 from embodrl.reporting.metrics_file import Row
 
+MEASURED = ("time/", "usage/")
+"""Prefixes of metrics that depend on the clock and the machine; see ``sinks``."""
+
+
+def is_measured(name: str) -> bool:
+    """Whether a metric may differ between two runs with one seed; comparisons of rows leave it out."""
+    return name.startswith(MEASURED)
+
 
 def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
     """Return (iteration, value) of a metric where it is finite."""

@@ -1,6 +1,7 @@
 """Destinations of metrics: always metrics.jsonl, and the configured trackers.
 
-Metrics that depend on the clock are named ``time/...``; all others are the same in two runs with one seed.
+Metrics that depend on the clock are named ``time/...``, and those of what a run uses of the machine ``usage/...``
+(``usage.py``); all others are the same in two runs with one seed. ``rows.is_measured`` tells them apart.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class EvaluationResult:
         interval: 95 % Wilson score interval of ``success_rate``.
         per_task: success rate by task.
         episodes: one record per completed episode, ordered by seed.
-        lost_episodes: episodes that simulator faults ended in every attempt; not counted above.
+        lost_episodes: episodes that came to no result in any attempt, through simulator faults or their workflow; not
+            counted above.
         output_dir: directory with eval.json, eval.html and videos; None if nothing was written.
         axes: results of the same episodes with perturbations, by axis.
         decodings: results of the same episodes with other decodings: ``sampled``, ``mean``.

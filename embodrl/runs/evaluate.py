@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import cast
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_output import EvalDirectory
 from embodrl.runs.eval_result import EvaluationResult, evaluation_of
 from embodrl.storage.json_file import check_json_file, write_json_result
-from embodrl.trainer.files import removed_if_empty
+from embodrl.trainer.files import drop_missing_warm_start, removed_if_empty
 from embodrl.trainer.provenance import compute_text
 from embodrl.types import Decoding
 from embodrl.workers.env import check_environments, make_pool, places_here
-from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.evaluating import RemoteEvaluator, described
+from embodrl.workers.evaluator import EvalResult
 from embodrl.workers.parts import make_acting, prepare_acting
 from embodrl.workers.policy import build_policy
-
-
-def described(pool: EnvPool) -> dict[str, object]:
-    """Return the versions and driver that a simulator process reports; empty if it has just died."""
-    with suppress(EnvWorkerDied, EnvTimeout):
-        answer = pool.call_one(0, "describe")
-        if isinstance(answer, dict):
-            return cast(dict[str, object], answer)
-    return {}
+from embodrl.workers.rollout_backend import make_evaluator
 
 
 def evaluate(
@@ -66,15 +56,23 @@ def evaluate(
     with removed_if_empty(output.directory):
         prepare_acting(config, loaded.deployment, config.env.eval.decoding)
 
+        apart = loaded.deployment.rolls_out_in_processes
+
         @cache
         def policy() -> VLAPolicy:
-            made = make_policy(config)
+            made = make_policy(_in_memory(config) if apart else config)
             output.identify(made)
             return made
 
-        result = _measure(loaded, output, None, policy)
-        for axis in config.chosen_axes:
-            output.axes[axis] = _measure(loaded, output, axis, policy, result.decoding)
+        with ExitStack() as closing:
+            measure: _Measure = partial(_measured_here, loaded, output, policy)
+            if apart:
+                built = drop_missing_warm_start(config)
+                processes = RemoteEvaluator(built, loaded.deployment, policy(), output.directory, closing)
+                measure = partial(_measured_by, processes, output)
+            result = measure(None, None)
+            for axis in config.chosen_axes:
+                output.axes[axis] = measure(axis, (result.decoding,))
         lines = output.write(result)
     with Progress("eval", 0, "episodes", config.runner.logger.console) as progress:
         for line in lines:
@@ -86,25 +84,49 @@ def evaluate(
     return evaluation_of(result, output.directory, output.axes)
 
 
-def _measure(
+def _in_memory(config: Config) -> Config:
+    """Return the configuration of a policy that is only sent to other processes, and needs no GPU."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+
+
+_Measure = Callable[["str | None", "tuple[Decoding, ...] | None"], EvalResult]
+"""Runs all episodes, optionally perturbed along an axis, with some decodings or those in ``env.eval.decoding``."""
+
+
+def _measured_here(
     loaded: LoadedConfig,
     output: EvalDirectory,
-    axis: str | None,
     policy: Callable[[], VLAPolicy],
-    decoding: Decoding | None = None,
+    axis: str | None,
+    decodings: tuple[Decoding, ...] | None,
 ) -> EvalResult:
-    """Run all episodes, optionally perturbed along an axis, with one decoding or those in ``env.eval.decoding``."""
+    """Run all episodes in this process; see ``_Measure``."""
     config = output.config
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool:
         check_environments(config, pool, training=False)
-        only = None if decoding is None else (decoding,)
-        evaluator = Evaluator(config, pool, make_acting(config, policy()), decodings=only)
-        console = config.runner.logger.console
-        with Progress(axis or "eval", evaluator.num_plays, "episodes", console) as progress:
-            if axis is None:
-                progress.message(compute_text(config))
+        evaluator = make_evaluator(config, pool, make_acting(config, policy()), decodings=decodings)
+        with _progress(config, axis, evaluator.num_plays) as progress:
             result = evaluator.run(output.videos_of(axis), progress.update)
         if axis is None:
             output.simulator = described(pool)
     return result
+
+
+def _measured_by(
+    processes: RemoteEvaluator, output: EvalDirectory, axis: str | None, decodings: tuple[Decoding, ...] | None
+) -> EvalResult:
+    """Run all episodes in the rollout processes; see ``_Measure``."""
+    with _progress(output.config, axis, processes.num_plays(decodings)) as progress:
+        result = processes.run(output.videos_of(axis), progress.update, axis, decodings)
+    if axis is None:
+        output.simulator = processes.describe()
+    return result
+
+
+@contextmanager
+def _progress(config: Config, axis: str | None, num_plays: int) -> Iterator[Progress]:
+    with Progress(axis or "eval", num_plays, "episodes", config.runner.logger.console) as progress:
+        if axis is None:
+            progress.message(compute_text(config))
+        yield progress

@@ -17,6 +17,7 @@ from embodrl.errors import ChannelClosed, ChannelError, ChannelTimeout
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair, wait_for
 from embodrl.scheduler.messages import CODEC
 
+_LINK = "rollout"  # the processes that a run shares channels with
 MAX_CAPACITY = 64
 """Limit on messages in a channel; the kernel queues no more."""
 
@@ -87,7 +88,7 @@ class SharedChannel(Channel):
             inlet, outlet = (socket.socket(fileno=number) for number in descriptors[2:])
         self._inlet = inlet
         self._outlet = outlet
-        self._sender = Sender(inlet, CODEC)
+        self._sender = Sender(inlet, CODEC, link=_LINK)
 
     @property
     def descriptors(self) -> tuple[int, int, int, int]:
@@ -117,7 +118,7 @@ class SharedChannel(Channel):
     def get(self, timeout_s: float | None = None) -> object:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            frame = receive_now(self._outlet, CODEC)
+            frame = receive_now(self._outlet, CODEC, _LINK)
             if frame is not None:
                 os.eventfd_write(self._free, 1)
                 return frame.value

@@ -18,7 +18,7 @@ from embodrl.hybrid_engines.weight_sync.follower import stable_directory
 from embodrl.serving.core import explain
 from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
 from embodrl.serving.rollout import answer_of, computation
-from embodrl.serving.session import Session
+from embodrl.serving.session import ChunkSession
 from embodrl.serving.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
 from embodrl.version import __version__
 
@@ -37,7 +37,7 @@ class ApiListener(HttpListener):
     def __init__(self, service: Service) -> None:
         super().__init__(service)
         self.keys = service.wire_map(service.settings.http, "images.{}", "state", "instruction")
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[str, ChunkSession] = OrderedDict()
         self._instance = secrets.token_hex(8)
         """Identifies this server process: after a restart the server has its initial weights again."""
 
@@ -100,14 +100,14 @@ class ApiListener(HttpListener):
             "timing": {"infer_ms": chunk.infer_ms, "total_ms": chunk.total_ms, "batch_size": chunk.batch_size},
         }
 
-    def _session(self, name: object) -> Session:
+    def _session(self, name: object) -> ChunkSession:
         """Return the named session, creating it if necessary; evicts the least recently used session when full."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
             raise WireError(f"a session name has 1 to {MAX_NAME} characters", "", code="wire-observation")
         if name not in self._sessions:
             if len(self._sessions) >= self.service.settings.max_connections:
                 self._sessions.popitem(last=False)
-            self._sessions[name] = Session(self.core, name, self.name, self.service.horizon)
+            self._sessions[name] = ChunkSession(self.core, name, self.name, self.service.horizon)
         self._sessions.move_to_end(name)
         return self._sessions[name]
 

@@ -11,7 +11,7 @@ from embodrl.serving.core import ModelCore
 from embodrl.types import Observation
 
 
-class Session:
+class ChunkSession:
     """The current chunk of a client, of which ``horizon`` actions are executed before the policy is queried again."""
 
     def __init__(self, core: ModelCore, client: object, protocol: str, horizon: int) -> None:

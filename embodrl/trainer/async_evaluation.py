@@ -29,8 +29,9 @@ from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
 from embodrl.workers.collector import Share, share_config
-from embodrl.workers.evaluator import Evaluator, evaluation_result, join_results, run_decodings
+from embodrl.workers.evaluator import evaluation_result, join_results, run_decodings
 from embodrl.workers.parts import make_share
+from embodrl.workers.rollout_backend import make_evaluator
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class EvaluationProcess(Worker):
         logs = self._run_dir / "logs" / "evaluation"
         places = deployment.of("eval_env")
         self._pool, self._engine = make_share(config, deployment, self._share, logs, places, training=False)
-        self._evaluator = Evaluator(share_config(config, self._share), self._pool, self._engine)
+        self._evaluator = make_evaluator(share_config(config, self._share), self._pool, self._engine)
         self._source = WeightSource(self._engine)
 
     def close(self) -> None:

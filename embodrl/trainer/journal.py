@@ -10,6 +10,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.reporting.health import HealthMonitor, HealthWarning
 from embodrl.reporting.metrics_file import Row, read_metrics
 from embodrl.reporting.sinks import MetricsLogger, MetricValue
+from embodrl.reporting.usage import UsageMonitor
 from embodrl.reporting.verdict import is_solved, regression
 
 logger = logging.getLogger(__name__)
@@ -40,9 +41,10 @@ class View(Protocol):
 
 
 class Journal:
-    """The rows of a run, including earlier processes'."""
+    """The rows of a run, including earlier processes'; ``usage`` adds the machine's use since the last one."""
 
-    def __init__(self, metrics: MetricsLogger, view: View, is_warm: bool) -> None:
+    def __init__(self, metrics: MetricsLogger, view: View, is_warm: bool, usage: UsageMonitor | None = None) -> None:
+        self._usage = usage
         self.metrics = metrics
         self.view = view
         self.rows = read_metrics(metrics.path)
@@ -50,6 +52,8 @@ class Journal:
 
     def add(self, row: Row) -> Row:
         """Write and show the row of an iteration; return it as written."""
+        if self._usage is not None:
+            row = row | self._usage.take(row)
         warnings = self._health.check(row)
         written = self.metrics.log(row | _codes(warnings))
         self.rows.append(written)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -31,12 +30,12 @@ from embodrl.learners.rollout import Parts, RolloutLearner, RunCallbacks
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.pipelines.load import graph_of
-from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
+from embodrl.reporting.usage import UsageMonitor
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.specs import LAUNCHERS, LOSSES
+from embodrl.specs import LOSSES
 from embodrl.trainer.async_evaluation import AsyncEvaluator, finished_since
 from embodrl.trainer.evaluations import Evaluations
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, check_disk_space, sent_num_bytes
@@ -47,17 +46,17 @@ from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
-from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_features, check_memory, configure_torch, resolve_device
 from embodrl.workers.remote_backend import (
     RemoteBackend,
     channels_of,
     launch_rollouts,
+    make_launcher,
     rollout_channels,
     sends_weights,
 )
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout_backend import LocalBackend, make_collector
+from embodrl.workers.rollout_backend import LocalBackend, make_collector, make_evaluator
 from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
@@ -76,24 +75,6 @@ class _Learning(TypedDict, total=False):
     imitated: Demonstrations
     from_records: ReplayUpdater
     replay: ReplayStores
-
-
-def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
-    """Return the launcher of a run's actor and rollout processes; None if the driver does everything itself.
-
-    Raises:
-        MissingDependencyError: Ray is configured but not installed.
-        EmbodrlError: Ray lacks the resources.
-    """
-    acts = deployment.rolls_out_in_processes
-    trains = deployment.trains_in_processes
-    if not (acts or trains):
-        return None
-    limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
-    places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
-    simulators = Counter(place.node for place in deployment.of("env")) if acts else None
-    launcher = cast("type[Launcher]", LAUNCHERS.get(config.cluster.launcher))
-    return launcher.for_run(places, simulators, config.cluster, limits)
 
 
 def build(
@@ -208,7 +189,7 @@ def acts_in_driver(
     should_stop = also_lost(engine, stopped)
     collector = make_collector(config, pool, acting, should_stop, rewards)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
-    evaluator = Evaluator(config, pool, acting, should_stop, make_own)
+    evaluator = make_evaluator(config, pool, acting, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
@@ -273,7 +254,7 @@ def acts_in_processes(
 
 
 def _start_launcher(session: RunSession, closing: ExitStack) -> Launcher | None:
-    launcher = make_launcher(session.config, session.deployment)
+    launcher = make_launcher(session.config, session.deployment, session.deployment.trains_in_processes)
     if launcher is not None:
         closing.callback(launcher.close)
     return launcher
@@ -315,7 +296,8 @@ def make_trainer(
     # Before its row is dropped.
     late = None if checkpoint is None else finished_since(session.directory, checkpoint, file_name)
     metrics = open_metrics(session, closing, file_name)
-    journal = Journal(metrics, view, session.config.model.warm_start is not None)
+    usage = closing.enter_context(UsageMonitor.of_run(session.config, session.deployment))
+    journal = Journal(metrics, view, session.config.model.warm_start is not None, usage)
     view.restore(journal.rows)
     async_evaluator = None
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):

@@ -18,7 +18,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models.base import check_decoding
-from embodrl.types import Decoding, EnvSpec, EnvStep, Observation, PolicyOutput
+from embodrl.types import Decoding, EnvSpec, Observation, PolicyOutput
 from embodrl.workers.play import Play, PlayedChunk, Recorder, one_episode, take_turns
 
 logger = logging.getLogger(__name__)
@@ -337,20 +337,20 @@ class Evaluator:
     ) -> EpisodeResults:
         size = self.pool.spec.num_envs
         results = EpisodeResults(np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes))
-        choose = chooser(self.engine, self.config.env.eval.seed, decoding)
+        play = self._player(decoding)
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
             if attempt and len(left):
-                logger.warning("simulator faults ended %d episodes, which are run again", len(left))
+                logger.warning("%d episodes came to no result, and are run again", len(left))
             for start in range(0, len(left), size):
                 places = left[start : start + size]
                 if attempt:
                     forget_refused(self.pool.managers)
-                recorder = _ResultRecorder(self.pool, results, places, episodes[places])
+                recorder = ResultRecorder(self.pool, results, places, episodes[places])
                 if video_dir is not None:
                     recorder.film(video_dir, self.config.env.video.num_episodes)
                 try:
-                    self._play(episodes[places], choose, recorder)
+                    play(episodes[places], recorder)
                 except InterruptedError:
                     self.pool.call("rewind", restart=True)
                     raise
@@ -361,7 +361,12 @@ class Evaluator:
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         return results
 
-    def _play(self, wave: NDArray[np.int64], choose: Choose, recorder: _ResultRecorder) -> None:
+    def _player(self, decoding: Decoding) -> Callable[[NDArray[np.int64], ResultRecorder], None]:
+        """Return a function that plays episodes ``int64[n]``, in the first n environments, with a decoding."""
+        choose = chooser(self.engine, self.config.env.eval.seed, decoding)
+        return lambda wave, recorder: self._play(wave, choose, recorder)
+
+    def _play(self, wave: NDArray[np.int64], choose: Choose, recorder: ResultRecorder) -> None:
         """Run episodes ``wave int64[n]`` in the first n environments."""
         spec = self.pool.spec
         chunk = self.config.model.num_action_chunks
@@ -382,8 +387,12 @@ class Evaluator:
         recorder.results.policy_s += play.seconds.policy
 
 
-class _ResultRecorder(Recorder):
-    """Keeps the outcomes of episodes ``wave int64[n]`` at ``places int64[n]`` of ``results``, and records videos."""
+class ResultRecorder(Recorder):
+    """Keeps the outcomes of episodes ``wave int64[n]`` at ``places int64[n]`` of ``results``, and records videos.
+
+    Attributes:
+        videos: paths without ending, by row.
+    """
 
     def __init__(
         self, pool: EnvPool, results: EpisodeResults, places: NDArray[np.int64], wave: NDArray[np.int64]
@@ -392,39 +401,47 @@ class _ResultRecorder(Recorder):
         self.results = results
         self.places = places
         self.wave = wave
-        self._videos: dict[int, Path] = {}
+        self.videos: dict[int, Path] = {}
 
     def film(self, directory: Path, num_episodes: int) -> None:
         """Record videos of the episodes with the first numbers."""
         for row in np.flatnonzero(self.wave < num_episodes).tolist():
-            self._videos[row] = directory.resolve() / f"episode_{self.wave[row]:03d}"
+            self.videos[row] = directory.resolve() / f"episode_{self.wave[row]:03d}"
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
-        for row, place in enumerate(self.places):
-            self.results.instructions[place] = observation.instruction[row]
-            # Episode i has task i mod n, so the first n episodes show each task once.
-            if self.wave[row] < len(self.pool.spec.tasks):
-                self.results.pictures[place] = hashlib.sha256(observation.images[row].tobytes()).hexdigest()
+        for row in range(len(self.places)):
+            self.note_first(row, observation.select(np.array([row])))
         size = self.pool.spec.num_envs // len(self.pool.managers)
-        for row, path in self._videos.items():
+        for row, path in self.videos.items():
             with suppress(EnvWorkerDied, EnvTimeout):  # the next step notices the loss, and counts its episodes as lost
                 self.pool.call_one(row // size, "start_video", {"row": row % size, "path": str(path)})
+
+    def note_first(self, row: int, observation: Observation) -> None:
+        """Keep what the first observation of an episode, a batch of one, says of it."""
+        place = self.places[row]
+        self.results.instructions[place] = observation.instruction[0]
+        # Episode i has task i mod n, so the first n episodes show each task once.
+        if self.wave[row] < len(self.pool.spec.tasks):
+            self.results.pictures[place] = hashlib.sha256(observation.images[0].tobytes()).hexdigest()
 
     def after(self, chunk: PlayedChunk) -> None:
         step = chunk.step
         ended = np.flatnonzero(chunk.ended)
-        at_end = self._solved_at_end(step, ended)
+        asked = ended[step.success[ended] & ~step.terminated[ended].any(axis=1)]
+        at_end = self.solved_at_end(step.success, asked)
         for row in ended:
-            found = step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]
-            self.results.outcome[self.places[row]] = found
+            self.keep(int(row), (step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]))
 
-    def _solved_at_end(self, step: EnvStep, ended: NDArray[np.int64]) -> NDArray[np.float64]:
+    def keep(self, row: int, found: tuple[float, float, float, float]) -> None:
+        """Keep the outcome of an episode; see ``EpisodeResults``."""
+        self.results.outcome[self.places[row]] = found
+
+    def solved_at_end(self, success: NDArray[np.bool_], asked: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return ``float64[B]``: whether an episode ended solved; NaN if the environment does not report it.
 
-        Only an episode that continued after a success needs a query.
+        Only episodes ``asked``, that continued after a success, need a query.
         """
-        at_end = step.success.astype(np.float64)
-        asked = ended[step.success[ended] & ~step.terminated[ended].any(axis=1)]
+        at_end = success.astype(np.float64)
         if len(asked):
             at_end[asked] = np.nan
             with suppress(EnvWorkerDied, EnvTimeout):  # the next step notices the loss
@@ -456,8 +473,8 @@ def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> Eva
     numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
     if num_lost := len(outcome) - len(numbers):
         logger.warning(
-            "faults ended %d of %d episodes in each of %d attempts; they are not counted, and the remaining ones may be"
-            " easier",
+            "%d of %d episodes came to no result in each of %d attempts, through faults or their workflow; they are not"
+            " counted, and the remaining ones may be easier",
             num_lost,
             len(outcome),
             MAX_ATTEMPTS,

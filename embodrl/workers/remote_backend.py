@@ -6,11 +6,12 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -26,18 +27,20 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
-from embodrl.processes.liveness import stop_requested
+from embodrl.processes.liveness import Limits, stop_requested
 from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
+from embodrl.specs import LAUNCHERS
+from embodrl.workers.acting_process import ActingProcess, Answer, Evaluated, channel_names
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import LOST, Collector, EpisodeSchedule, Metrics, RolloutState, Snapshot, rollout_metrics
 from embodrl.workers.evaluator import EpisodeResults, EvalResult, Played, evaluation_result, join_results
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
-from embodrl.workers.rollout_process import Answer, Evaluated, Gathered, RolloutProcess, channel_names
+from embodrl.workers.rollout_process import Gathered, RolloutProcess
 from embodrl.workers.weights import WeightChannel
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,25 @@ def sends_weights(config: Config, deployment: Deployment) -> bool:
     return deployment.main_component is None and not config.runner.max_staleness
 
 
+def make_launcher(config: Config, deployment: Deployment, trains: bool) -> Launcher | None:
+    """Return the launcher of a run's actor and rollout processes; None if the driver does everything itself.
+
+    ``trains``: there are actor processes.
+
+    Raises:
+        MissingDependencyError: Ray is configured but not installed.
+        EmbodrlError: Ray lacks the resources.
+    """
+    acts = deployment.rolls_out_in_processes
+    if not (acts or trains):
+        return None
+    limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
+    places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
+    simulators = Counter(place.node for place in deployment.of("env")) if acts else None
+    launcher = cast("type[Launcher]", LAUNCHERS.get(config.cluster.launcher))
+    return launcher.for_run(places, simulators, config.cluster, limits)
+
+
 def rollout_channels(launcher: Launcher, size: int) -> dict[str, Channel]:
     """Return the rollout processes' channels by name; see ``channel_names``."""
     return {
@@ -80,6 +102,7 @@ def launch_rollouts(
     launcher: Launcher,
     channels: Mapping[str, Channel],
     log_dir: Path,
+    process: type[ActingProcess] = RolloutProcess,
 ) -> WorkerGroup:
     """Start the rollout processes of a deployment, with their simulators.
 
@@ -87,7 +110,7 @@ def launch_rollouts(
         WorkerError: a process could not be started; the others have been stopped.
     """
     group = WorkerGroup(
-        RolloutProcess,
+        process,
         "rollout",
         # A process that dies must not end the others: each is restarted on its own.
         independent=True,
@@ -147,17 +170,22 @@ class ActingWeights:
 
     Args:
         policy: the driver's policy.
-        trainer: train engine; the driver's policy may be offloaded.
+        present: returns a context in which the driver's policy is on its device; a train engine may offload it.
         may_be_stale: during rollouts the policy trains on, so its weights belong to no version.
 
     Attributes:
         version: completed updates of these weights.
     """
 
-    def __init__(self, policy: VLAPolicy, trainer: TrainEngine, may_be_stale: bool) -> None:
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        present: Callable[[], AbstractContextManager[None]] = nullcontext,
+        may_be_stale: bool = False,
+    ) -> None:
         self.version = 0
-        self._policy = policy
-        self._trainer = trainer
+        self.policy = policy
+        self._present = present
         self._trained = trained_names(policy)
         self._may_be_stale = may_be_stale
         self._copies: dict[str, Tensor] = {}
@@ -170,8 +198,8 @@ class ActingWeights:
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield names and tensors."""
-        with self._trainer.present():
-            yield from (dict(self._policy.state_dict()) | self._copies).items()
+        with self._present():
+            yield from (dict(self.policy.state_dict()) | self._copies).items()
 
 
 class ProcessRestarts:
@@ -252,21 +280,17 @@ class _Patience:
             self._group.give_up(rank, f"has not answered for {self._timeout_s:g} s after a signal")
 
 
-class RemoteBackend(RolloutBackend):
-    """Rollouts in separate processes, on this machine or others, each with a share of the environments.
+class RemoteProcesses:
+    """Processes that act for the driver, on this machine or others, each with a share of the environments.
 
     A process that dies is restarted, receives the weights, and repeats its last request; the others continue. If the
-    run is about to end (``stop_requested``), it stays dead, and a checkpoint stores its last known random state
-    instead.
+    run is about to end (``stop_requested``), it stays dead.
 
     Args:
+        group: processes of a class derived from ``ActingProcess``.
         channels: channels that the processes were started with.
-        policy: the driver's policy, whose weights the processes start with.
-        trainer: train engine; if it is in this process, the driver's policy may be offloaded.
+        acting: the weights to act with.
         should_stop: polled regularly; True interrupts the current request.
-
-    Attributes:
-        rewards: replaces the rewards of batches; adopts the rewards that the processes have requested.
     """
 
     def __init__(
@@ -275,8 +299,7 @@ class RemoteBackend(RolloutBackend):
         group: WorkerGroup,
         channels: Mapping[str, Channel],
         weights: WeightChannel,
-        policy: VLAPolicy,
-        trainer: TrainEngine,
+        acting: ActingWeights,
         should_stop: Callable[[], bool],
     ) -> None:
         self.config = config
@@ -285,28 +308,21 @@ class RemoteBackend(RolloutBackend):
         self.should_stop = should_stop
         self.known = KnownStates(group.world_size)
         self.faults = self.known.faults
-        self._acting = ActingWeights(policy, trainer, may_be_stale=config.runner.max_staleness > 0)
+        self._acting = acting
         budget = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
         self._restarts = ProcessRestarts(group, budget)
         self._patience = _Patience(group, _PATIENCE * config.runner.stop_timeout_s)
         self._stop = list(channels_of(channels, "stop").values())
         self._calls = itertools.count()
         self._pings: dict[int, Handle] = {}
-        about = self.group.call_on(0, "about").result()
-        self.tasks = list(about["tasks"])
-        self.rewards = RewardWorker(config, tuple(self.tasks))
-        policy.seen_state_dim = int(about["state_dim"])  # the policy acts only in the rollout processes
-        self._acting.keep(policy.state_dict().items())
+        self.about: dict[str, Any] = self.group.call_on(0, "about").result()
+        self.tasks = list(self.about["tasks"])
+        # The policy acts only in the processes.
+        acting.policy.seen_state_dim = int(self.about["state_dim"])
+        self._acting.keep(acting.policy.state_dict().items())
         # A process may die while it joins; the restart needs the lock.
         with self._restarts.lock:
             self._join_all()
-        self.collector: Collector
-        if config.runner.max_staleness:
-            runners = [RemoteRunner(self, rank) for rank in range(self.size)]
-            schedule = EpisodeSchedule(config, about["num_envs"] * self.size, len(self.tasks))
-            self.collector = AsyncCollector(config, schedule, runners, self, should_stop, self.rewards)
-        else:
-            self.collector = RemoteCollector(self)
 
     @property
     def size(self) -> int:
@@ -314,16 +330,8 @@ class RemoteBackend(RolloutBackend):
         return self.group.world_size
 
     def close(self) -> None:
-        """Stop asynchronous rollouts and close the weight channel."""
-        self.collector.close()
+        """Close the weight channel. The owner closes the processes."""
         self.link.close()
-
-    def accept_batch(self, answer: Gathered) -> TrajectoryBatch:
-        """Return the batch of an answer, and register its rewards with the reward worker."""
-        batch = answer["batch"]
-        if answer["rewards"] is not None:
-            self.rewards.adopt(batch, answer["rewards"])
-        return batch
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
@@ -497,6 +505,21 @@ class RemoteBackend(RolloutBackend):
         while wait(futures, _POLL_S).not_done and time.monotonic() < deadline:
             self._patience.end_late(handles)
 
+    def play_shares(
+        self,
+        method: str,
+        video_dir: Path | None,
+        *arguments: object,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Played:
+        """Return the episodes of an evaluation, of which each process plays consecutive ones; see ``call``."""
+        episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)
+        where = None if video_dir is None else str(video_dir.resolve())
+        given = [(part, where, *arguments) for part in episodes]
+        parts: list[Evaluated] = self.call(method, given, should_stop=should_stop)
+        found: list[Played] = [{name: EpisodeResults(**one) for name, one in part["played"].items()} for part in parts]
+        return join_results(found, max)
+
     def call_all(self, method: str, *arguments: Sequence[object], ranks: Sequence[int] | None = None) -> list[Any]:
         """Return all processes' answers to a short request; ``arguments`` are by process.
 
@@ -523,7 +546,52 @@ class RemoteBackend(RolloutBackend):
                     handle = self.group.call_on(rank, method, *own)
         return answers
 
-    # -- memory --------------------------------------------------------------------------------------------------------
+
+class RemoteBackend(RemoteProcesses, RolloutBackend):
+    """Rollouts in separate processes; see RemoteProcesses.
+
+    If the run is about to end, a checkpoint stores the last known random state of a dead process.
+
+    Args:
+        policy: the driver's policy, whose weights the processes start with.
+        trainer: train engine; if it is in this process, the driver's policy may be offloaded.
+
+    Attributes:
+        rewards: replaces the rewards of batches; adopts the rewards that the processes have requested.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        group: WorkerGroup,
+        channels: Mapping[str, Channel],
+        weights: WeightChannel,
+        policy: VLAPolicy,
+        trainer: TrainEngine,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        acting = ActingWeights(policy, trainer.present, may_be_stale=config.runner.max_staleness > 0)
+        super().__init__(config, group, channels, weights, acting, should_stop)
+        self.rewards = RewardWorker(config, tuple(self.tasks))
+        self.collector: Collector
+        if config.runner.max_staleness:
+            runners = [RemoteRunner(self, rank) for rank in range(self.size)]
+            schedule = EpisodeSchedule(config, self.about["num_envs"] * self.size, len(self.tasks))
+            self.collector = AsyncCollector(config, schedule, runners, self, should_stop, self.rewards)
+        else:
+            self.collector = RemoteCollector(self)
+
+    def close(self) -> None:
+        """Stop asynchronous rollouts and close the weight channel."""
+        self.collector.close()
+        super().close()
+
+    def accept_batch(self, answer: Gathered) -> TrajectoryBatch:
+        """Return the batch of an answer, and register its rewards with the reward worker."""
+        batch = answer["batch"]
+        if answer["rewards"] is not None:
+            self.rewards.adopt(batch, answer["rewards"])
+        return batch
 
     def offload_policies(self) -> OffloadReport | None:
         found = [answer for answer in self.call_all("offload_policy") if answer is not None]
@@ -539,12 +607,9 @@ class RemoteBackend(RolloutBackend):
         self.call_all("onload")
 
     def evaluate(self, video_dir: Path | None, every_decoding: bool) -> EvalResult:
-        episodes = np.array_split(np.arange(self.config.env.eval.num_episodes), self.size)
-        where = None if video_dir is None else str(video_dir.resolve())
         with self.collector.paused():
-            parts: list[Evaluated] = self.call("evaluate", [(part, where, every_decoding) for part in episodes])
-        found: list[Played] = [{name: EpisodeResults(**one) for name, one in part["played"].items()} for part in parts]
-        return evaluation_result(self.config.evaluated, join_results(found, max))
+            played = self.play_shares("evaluate", video_dir, every_decoding)
+        return evaluation_result(self.config.evaluated, played)
 
 
 def _no_update(random: list[str]) -> Snapshot:

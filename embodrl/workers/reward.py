@@ -242,7 +242,9 @@ class RewardWorker:
 
     def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
         clock = time.perf_counter()
-        results = [begun.result() for begun in self._calls_of(batch, episodes)]
+        calls = self._calls_of(batch, episodes)
+        unfinished = sum(not begun.call.done() for begun in calls)
+        results = [begun.result() for begun in calls]
         waited = time.perf_counter() - clock + self._waited_s
         outcomes = [outcome for outcome, _ in results]
         failures = sum(failed for _, failed in results)
@@ -271,6 +273,7 @@ class RewardWorker:
             "reward/errors": float(len(errors)),
             "reward/failed_calls": float(failures),
             "time/reward_wait_s": waited,
+            "usage/queue_rewards": float(unfinished),
         }
 
     def _calls_of(self, batch: TrajectoryBatch, episodes: Episodes) -> list[_PendingCall]:

@@ -17,6 +17,8 @@ from pathlib import Path
 from fork_server import ForkServer
 from runs import TINY, Outcome, environment
 
+from embodrl.reporting.rows import is_measured
+
 TIMEOUT_S = 240.0
 """Beyond it a recovery hangs; on a busy machine `--timeout-s` allows more."""
 STARTS_OVER = "it starts over"
@@ -100,9 +102,9 @@ def evaluated(_directory: Path, out: Path) -> Result:
 
 
 def rows(path: Path) -> list[dict[str, object]]:
-    """Return metrics without what depends on the clock."""
+    """Return metrics without what depends on the clock and the machine."""
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith("time")} for row in found]
+    return [{n: value for n, value in row.items() if not is_measured(n) and n != "time_s"} for row in found]
 
 
 def digest(policy: Path) -> str:

@@ -396,6 +396,12 @@ RULES = [
     Wrong("no interpreter", "env.python", "interpreter-exists", ("env.python=/no/such/python",)),
     Wrong("odd video", "env.video.width", "videos-have-even-sizes", ("env.video.width=255",)),
     Wrong("unknown model", "model.model_type", "model-is-registered", ("model.model_type=openvl",), names="openvla"),
+    Wrong(
+        "saved rollouts that are not there",
+        "rollout.replay",
+        "rollouts-can-be-replayed",
+        ("rollout.replay=/no/such/rollouts",),
+    ),
     Wrong("no checkpoint", "model.model_path", "checkpoint-exists", ("model.model_path=/no/such/directory",)),
     Wrong("checkpoint that is a file", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}/file",)),
     Wrong("no warm start", "model.warm_start", "warm-start-exists", ("model.warm_start=buildin",), names="builtin"),

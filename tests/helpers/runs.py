@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 from fork_server import fork_servers
 
+from embodrl.reporting.rows import is_measured
+
 HERE = Path(__file__).parent
 GONE_S = 20.0
 TINY_POLICY = (
@@ -126,6 +128,6 @@ def is_running(pid: int) -> bool:
 
 
 def metrics(run_dir: Path) -> list[dict[str, object]]:
-    """All that does not depend on the clock."""
+    """All that does not depend on the clock and the machine."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+    return [{name: value for name, value in row.items() if not is_measured(name)} for row in rows]

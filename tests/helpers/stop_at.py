@@ -23,7 +23,7 @@ POINTS = {
     "vllm_token": "embodrl.hybrid_engines.rollout.vllm.decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.training.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.training.fsdp:FsdpTrainEngine.optimizer_step",
-    "join": "embodrl.workers.rollout_process:make_receiver",
+    "join": "embodrl.workers.acting_process:make_receiver",
     "take_weights": "embodrl.workers.rollout_process:RolloutProcess.update_weights",
     "gather_only": "embodrl.hybrid_engines.weight_sync.base:GatherOnly._send",
     "write_shard": "embodrl.hybrid_engines.training.sharded_checkpoint:_HashedFiles.create_stream",

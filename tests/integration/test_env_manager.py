@@ -16,6 +16,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import CheckpointError, EnvError, EnvRaised
 from embodrl.processes.frames import Kind
+from embodrl.processes.traffic import totals
 from embodrl.types import EnvStep, Observation
 
 KWARGS = {"num_envs": 3, "image_size": 16, "max_episode_steps": 7, "include_state": True}
@@ -59,6 +60,20 @@ def test_a_process_gives_what_the_environment_gives():
         assert truncations > 0
         some = manager.reset(np.array([99]), np.array([1], np.int32), np.array([2]))
         assert_same_observation(some, local.reset(np.array([99]), np.array([1], np.int32), np.array([2])))
+
+
+def test_the_bytes_of_actions_and_results_are_counted():
+    frame, environments, chunk = 33, 2, 3  # of a frame, its header
+    with EnvManager("toy", {"num_envs": environments, "image_size": 16}) as manager:
+        manager.reset(np.arange(2), np.zeros(2, np.int32))
+        before = totals()["env"]
+        manager.step(actions_of(0, environments, chunk))
+        after = totals()["env"]
+        per_action, per_chunk = 4 + 3 * 1, 1 + 4 + 4 + 8  # reward, three flags; success, return, length, seed
+        observation = 16 * 16 * 3 + 512 + 4 + 4  # image, instruction and its length, task
+        result = observation + manager.spec.max_chunk * per_action + per_chunk
+    assert after.sent - before.sent == frame + environments * chunk * 7 * 4
+    assert after.received - before.received == frame + environments * result
 
 
 def test_views_live_until_the_next_but_one_result():

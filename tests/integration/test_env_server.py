@@ -25,6 +25,7 @@ from embodrl.envs.pool.options import RemoteEnv
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError, EnvWorkerDied, UsageError
+from embodrl.reporting.rows import is_measured
 
 TOKEN = "a-token"
 
@@ -233,7 +234,7 @@ def test_a_run_whose_network_is_gone_for_20_s_is_the_local_run_to_the_bit(served
 
     def rows(name: str) -> list[dict]:
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+        return [{k: v for k, v in json.loads(line).items() if not is_measured(k)} for line in lines]
 
     assert rows("remote") == rows("local")
     proxy.close()

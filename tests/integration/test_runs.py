@@ -13,6 +13,7 @@ from runs import Outcome, assert_gone, embodrl, metrics, start
 from safetensors.torch import load_file
 
 from embodrl.reporting.metrics_file import read_metrics
+from embodrl.reporting.rows import is_measured
 
 pytestmark = pytest.mark.slow
 
@@ -103,9 +104,9 @@ def test_a_killed_run_is_resumed_bit_exactly(
 
 
 def merged(run_dir: Path) -> list[dict[str, object]]:
-    """All that does not depend on the clock, by iteration."""
+    """All that does not depend on the clock and the machine, by iteration."""
     rows = read_metrics(run_dir / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+    return [{name: value for name, value in row.items() if not is_measured(name)} for row in rows]
 
 
 def assert_same_figures(run_dir: Path, whole: Path) -> None:

@@ -58,4 +58,7 @@ def test_a_profile_has_every_process(tmp_path: Path) -> None:
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"main", "env/0"} <= names and any(name.startswith("rollout") for name in names), names
     assert {event["name"] for event in events} >= {"step", "policy", "forward and backward", "iteration 3"}
+    head, *lines = outcome.stdout[outcome.stdout.index("component ") :].splitlines()
+    assert head.split()[:2] == ["component", "cores"]
+    assert [line.split()[0] for line in lines[:3]] == ["main", "env", "rollout"]
     assert "env/0" in outcome.stdout and "forward and backward" in outcome.stdout

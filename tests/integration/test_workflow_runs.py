@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from runs import embodrl, metrics
 from test_examples import run_example
 
 from embodrl.config import load_config
@@ -17,6 +19,7 @@ from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.workflows.async_pool import AsyncPool
 
 NUM_ENVS = 12
+TWO = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
 
 
 @pytest.mark.slow
@@ -26,6 +29,47 @@ def test_the_example_trains(tmp_path: Path) -> None:
     rows = run_example("workflow", train, tmp_path, "env=toy")
     assert [row.get("workflow/failed_episodes") for row in rows] == [None, 0, 0]
     assert rows[2]["rollout/episodes"] == 10 and rows[2]["train/num_updates"]
+
+
+SHORT = """
+from embodrl.workers.workflows.workflow import ChunkWorkflow
+from dataclasses import replace
+
+
+class Short(ChunkWorkflow):
+    async def run_episode(self, engine, env, task):
+        return await super().run_episode(engine, env, replace(task, max_chunks=2))
+"""
+
+
+def test_a_run_is_evaluated_by_its_workflow_on_the_way_and_afterwards(tmp_path: Path) -> None:
+    """An episode of two chunks of one action each."""
+    (tmp_path / "short.py").write_text(SHORT)
+    run_dir, size = tmp_path / "run", ("env.train.total_num_envs=8", "env.num_processes=2")
+    order = ("env=toy", "model=mlp", "runner=debug", "runner.max_iterations=1", f"runner.output_dir={run_dir}", *size)
+    order += ("env.train.auto_reset=false", "rollout.workflow=short:Short", "env.train.max_steps_per_rollout_epoch=4")
+    order += ("env.eval.num_episodes=8", "model.num_action_chunks=1")
+    done = embodrl("train", *order, search_path=tmp_path)
+    assert done.code == 0, done.stderr
+    assert metrics(run_dir)[-1]["eval/episode_length"] <= 2  # type: ignore[operator]
+    found: list[dict[str, Any]] = []
+    for number, more in enumerate(((), (TWO,))):
+        directory = tmp_path / f"eval_{number}"
+        done = embodrl(
+            "eval",
+            run_dir,
+            "env.eval.total_num_envs=4",
+            *more,
+            "--output",
+            directory,
+            search_path=tmp_path,
+        )
+        assert done.code == 0, done.stderr
+        found.append(json.loads((directory / "eval.json").read_text()))
+        assert max(episode["length"] for episode in found[-1]["per_episode"]) == 2
+    for one, other in zip(found[0]["per_episode"], found[1]["per_episode"], strict=True):
+        # The sizes of the batches, which rounding depends on, vary with a workflow.
+        assert one == other | {"episode_return": pytest.approx(other["episode_return"], abs=1e-4)}
 
 
 class Fixed:

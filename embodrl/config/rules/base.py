@@ -64,6 +64,11 @@ class Context:
         """Placement of all components; None if unknown, which separate rules report."""
         return self.solution.found
 
+    @property
+    def gathers_in_processes(self) -> bool:
+        """Whether a run's rollouts are in processes of their own; an evaluation alone may be, whatever learns."""
+        return self.verb != "eval" and self.deployment is not None and self.deployment.rolls_out_in_processes
+
     @cached_property
     def _defaults(self) -> Any:
         """Defaults of the sections for this simulator and model."""

@@ -192,7 +192,6 @@ STARTS = ("env.train.failed_seed_fraction", DEMOS)
 def outcomes_are_known_before_the_next_start(context: Context) -> Iterator[Finding]:
     """Where episodes begin depends on earlier outcomes only if one process begins all of them, in lockstep."""
     config = context.config
-    placed = context.deployment
     in_the_way = {
         "runner.max_staleness": (config.runner.max_staleness > 0, "rollouts that run ahead begin first", "0"),
         "rollout.workflow": (config.rollout.workflow is not None, "a workflow begins episodes itself", "null"),
@@ -202,7 +201,7 @@ def outcomes_are_known_before_the_next_start(context: Context) -> Iterator[Findi
             "false",
         ),
         "cluster.component_placement": (
-            placed is not None and placed.rolls_out_in_processes,
+            context.gathers_in_processes,
             "no rollout process knows the outcomes of the others",
             "rollout in the main process",
         ),

@@ -71,7 +71,7 @@ def off_policy_has_what_it_needs(context: Context) -> Iterator[Finding]:
         if value_of(context.config, key) != wanted:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"off-policy {reason}", f"set it to {shown}", shown, others=others)
-    if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
+    if context.gathers_in_processes:
         message = "off-policy algorithms roll out and store in the main process"
         hint = "leave the placement of rollout at its default, and cluster.launcher=process"
         yield Finding("cluster.component_placement", message, hint, others=others)

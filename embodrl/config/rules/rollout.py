@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, note, path_kind, rule
+from embodrl.config.rules.base import Context, path_kind, rule
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
 from embodrl.rule_set import Finding
@@ -31,7 +31,7 @@ def workflow_exists(context: Context) -> Iterator[Finding]:
 def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
     """A workflow starts and ends episodes itself, each in a waiting environment."""
     config = context.config
-    if config.rollout.workflow is None:
+    if config.rollout.workflow is None or context.verb == "eval":  # which starts all episodes itself
         return
     if config.env.train.auto_reset:
         message = "a workflow starts episodes itself, but the environments would start the next ones on their own"
@@ -73,15 +73,3 @@ def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
         if given:
             message = f"{what}, but rollout.replay trains on saved rollouts"
             yield Finding(other, message, "leave one of them out", others=(key,))
-
-
-@note("env.eval")
-def evaluations_play_no_workflow(context: Context) -> Iterator[Finding]:
-    """An evaluation steps all environments in lockstep, whatever the training workflow."""
-    path = context.config.rollout.workflow
-    # A workflow on the command line is reported by its own note.
-    if context.verb == "eval" and path is not None and context.origin(KEY).kind != "argument":
-        message = f"{KEY}={path} is not used: evaluations observe, act and execute chunks in all environments at once"
-        yield Finding(
-            "env.eval", message, "compare evaluations only with each other, not with the success rate of training"
-        )

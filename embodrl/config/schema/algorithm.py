@@ -240,6 +240,14 @@ class AlgorithmConfig(Section):
         default=0.97, description="discount per reward step (chunk or action)"
     )
     gae_lambda: Annotated[Fraction, ESTIMATOR] = Field(default=0.95, description="lambda of GAE")
+    critic_lambda: Annotated[Fraction | None, CRITIC, ESTIMATOR] = Field(
+        default=None, description="lambda of the critic's targets (VAPO: 1); null: that of the advantages"
+    )
+    lambda_length_alpha: Annotated[PositiveFloat | None, CRITIC, ESTIMATOR] = Field(
+        default=None,
+        description="lambda of the advantages is 1 - 1 / (alpha * steps of the episode), at least 0 (VAPO); null:"
+        " gae_lambda",
+    )
     normalize_advantages: bool = Field(default=True, description="normalise advantages to zero mean and unit variance")
     normalization_scope: Annotated[Literal["batch", "group"], AppliesIf("algorithm.normalize_advantages")] = Field(
         default="batch", description="normalise over all steps of the rollout, or over the episodes of each group"
@@ -284,6 +292,9 @@ class AlgorithmConfig(Section):
         default=None, description="error above which the value loss grows linearly (Huber); null: squared error"
     )
     entropy_bonus: Annotated[NonNegativeFloat, LOSS] = Field(default=0.0, description="weight of the entropy bonus")
+    positive_coef: Annotated[NonNegativeFloat, LOSS] = Field(
+        default=0.0, description="weight of the negative log-likelihood of the actions of solved episodes (VAPO)"
+    )
     loss_agg: Literal["token_mean", "episode_mean", "fixed_length"] = Field(
         default="token_mean",
         description="token_mean weights all ratios equally, episode_mean all episodes; fixed_length divides sums over"

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from embodrl.config.schema.section import (
     EPISODES,
+    PROCESSES,
     WORKERS,
     AppliesIf,
     GroupRanks,
@@ -47,17 +48,17 @@ class NodeGroupConfig(Section):
 class ClusterConfig(Section):
     """Machines, devices and placement."""
 
-    num_nodes: Annotated[PositiveInt, WORKERS] = Field(
+    num_nodes: Annotated[PositiveInt, PROCESSES] = Field(
         default=1, le=10_000, description="number of machines; more than one needs launcher ray"
     )
-    launcher: Annotated[str, NameOf(LAUNCHERS, "for_runs"), WORKERS] = Field(
+    launcher: Annotated[str, NameOf(LAUNCHERS, "for_runs"), PROCESSES] = Field(
         default="process",
         description="launcher of actor and rollout processes; ray: as Ray actors, except for the main process",
     )
     ray_address: Annotated[
         str | None,
         AppliesIf("launcher.many_machines", reason="the launcher starts processes on this machine only"),
-        WORKERS,
+        PROCESSES,
     ] = Field(
         default=None, description="address of a Ray cluster, or auto for the one on this machine; null starts one here"
     )
@@ -70,7 +71,7 @@ class ClusterConfig(Section):
     hardware: Annotated[HardwareConfig, AppliesIf("cluster.hardware.name")] = Field(
         default=HardwareConfig(), description="machines described here instead of detected"
     )
-    node_groups: Annotated[tuple[NodeGroupConfig, ...], WORKERS] = Field(
+    node_groups: Annotated[tuple[NodeGroupConfig, ...], PROCESSES] = Field(
         default=(), description="named groups of machines"
     )
     component_placement: dict[str, GroupRanks] = Field(
@@ -98,7 +99,7 @@ class ClusterConfig(Section):
         " disk, counts as hung: it is killed, and restarted where possible",
     )
     stall_timeout_s: Annotated[
-        PositiveFloat, AppliesIf("deployment.has_processes", reason="the main process acts and trains"), WORKERS
+        PositiveFloat, AppliesIf("deployment.has_processes", reason="the main process acts and trains"), PROCESSES
     ] = Field(
         default=600.0,
         description="seconds for which a call to an actor or rollout process may use neither processor nor disk",

@@ -9,6 +9,7 @@ from pydantic import Field
 from embodrl.config.schema.section import (
     POLICY,
     RL,
+    ROLLOUTS,
     AppliesIf,
     Decay,
     Fraction,
@@ -150,7 +151,7 @@ class RolloutConfig(Section):
     pipeline_stages: Annotated[PositiveInt, RL] = Field(
         default=1, description="groups of environments whose simulation and inference overlap"
     )
-    own_process: Annotated[bool | None, RL] = Field(
+    own_process: Annotated[bool | None, ROLLOUTS] = Field(
         default=None,
         description="run rollouts in separate processes with their own simulators; null: if there are several, or"
         " they are on other machines, or cluster.launcher is ray",
@@ -163,7 +164,7 @@ class RolloutConfig(Section):
     max_restarts: Annotated[
         int,
         AppliesIf("deployment.acts_in_processes", reason="the main process acts"),
-        ReadBy("train", "sft", "store"),
+        ReadBy("train", "eval", "sft", "store"),
     ] = Field(
         default=3,
         ge=0,
@@ -181,10 +182,10 @@ class RolloutConfig(Section):
         description="directory of the saved rollouts of another run (runner.save_rollouts), trained on in place of"
         " playing; simulators start with the first evaluation",
     )
-    workflow: Annotated[str | None, RL] = Field(
+    workflow: Annotated[str | None, ROLLOUTS] = Field(
         default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"
     )
-    episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow"), RL] = Field(
+    episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow"), ROLLOUTS] = Field(
         default=600.0,
         description="time limit of a workflow episode in seconds, waiting included, after which it counts as failed;"
         " null: none",

@@ -131,6 +131,10 @@ TRAINING = ReadBy("train", "sft", "store")
 """Optimizer steps on any data."""
 WORKERS = ReadBy("train", "sft")
 """Separate training processes."""
+PROCESSES = ReadBy("train", "eval", "sft")
+"""Separate processes that train or act."""
+ROLLOUTS = ReadBy("train", "eval")
+"""How the episodes of rollouts and evaluations are played."""
 EPISODES = ReadBy("train", "eval", "sft", "collect", "record", "store")
 """Running simulators."""
 POLICY = ReadBy("train", "eval", "sft", "record", "store", "serve")

@@ -25,9 +25,11 @@ from embodrl.fields import Fields
 from embodrl.processes.child import ChildHungError
 from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
+from embodrl.processes.traffic import count_received, count_sent
 
 logger = logging.getLogger("embodrl.envs")
 
+_LINK = "env"
 _SHOWN_TEXT = 8000  # characters of an error reported by a simulator
 # Requests that bring the simulators back or end the process.
 _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
@@ -68,6 +70,7 @@ class SimulatorProcess:
         self._memory_fd = -1
         self._pending: _Pending | None = None
         self._serial = 0
+        self._is_apart = True
 
     @property
     def pid(self) -> int | None:
@@ -103,6 +106,7 @@ class SimulatorProcess:
         try:
             self.starts += 1
             self._child = self.launch(self._memory_fd, heartbeat_s)
+            self._is_apart = self._child.pid != os.getpid()  # only then does memory lead to another process
         except OSError as error:
             self.drop()
             message = f"{self.episodes}: cannot start '{self.launch.interpreter}': {error}"
@@ -159,6 +163,8 @@ class SimulatorProcess:
         self._pending = pending
         if count is not None:
             self._slot = slot
+        if kind == Kind.STEP and self._is_apart:
+            count_sent(_LINK, self.ring.request["actions"][:, :count].nbytes)
         try:
             child.connection.send(Frame(*pending, value), time.monotonic() + timeout_s)
         except PeerGoneError:
@@ -204,6 +210,8 @@ class SimulatorProcess:
         """Apply ``read`` to the result slot of an answer and the number of executed actions of the chunk."""
         frame = self.receive(kind, timeout_s)
         slot = self.ring.slots[frame.number]
+        if self._is_apart:
+            count_received(_LINK, self.ring.result_bytes)
         try:
             # Before any use: native code of a simulator may have written anywhere in this memory.
             slot.check(frame.argument if kind == Kind.STEP else None, len(self.episodes.spec.tasks))

@@ -354,7 +354,7 @@ class ResultSlot:
 
 
 class Ring:
-    """The mapped region: ``request`` arrays and ``slots``.
+    """The mapped region: ``request`` arrays and ``slots``; a result has ``result_bytes``, without final observations.
 
     Args:
         fd: memory file (memfd), unnamed so that nothing is left behind when processes are killed.
@@ -380,6 +380,8 @@ class Ring:
         region = mmap.mmap(fd, layout.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.request = _views(region, layout.request)
         self.slots = tuple(ResultSlot(_views(region, fields)) for fields in layout.slots)
+        results = self.slots[0].arrays.items()
+        self.result_bytes = sum(array.nbytes for name, array in results if not name.startswith("final_"))
 
 
 def copy_observation(observation: Observation) -> Observation:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from embodrl.data.rng import RandomSource
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.batching import BatchPump, Request
-from embodrl.types import Observation, PolicyOutput
+from embodrl.types import Decoding, Observation, PolicyOutput
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,33 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
             return self.engine.values(observation).split(1)
         generators = self.engine.row_generators([content.seed or () for content in batch])
         output = self.engine.act(observation, self.compute_values, generators)
+        return [select_output(output, row) for row in range(len(batch))]
+
+
+class DecidingEngine(BatchedEngine):
+    """Chooses actions as evaluations do, with one of the engine's decodings and without values.
+
+    An episode's view is that of its reset seed: chunk n of a policy that draws by row gets the random numbers that
+    ``workers.evaluator.chooser`` gives it. Other policies draw from ``generators``.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, decoding: Decoding, max_batch: int, generators: Sequence[RandomSource] | None
+    ) -> None:
+        super().__init__(engine, False, max_batch, ())
+        self.decoding: Decoding = decoding
+        self.generators = generators
+
+    def compute(self, batch: list[_Content]) -> Sequence[PolicyOutput | Tensor]:
+        if batch[0].seed is None:
+            return super().compute(batch)
+        observation = Observation.concat([content.observation for content in batch])
+        generators = None
+        if self.decoding == "sampled":
+            # Calls count from 1, chunks from 0.
+            numbers = [(seed, call - 1) for seed, call in (content.seed or (0, 1) for content in batch)]
+            generators = self.engine.row_generators(numbers) or self.generators
+        output = self.engine.decide(observation, self.decoding, generators)
         return [select_output(output, row) for row in range(len(batch))]
 
 

@@ -39,7 +39,7 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
             shown = "null" if wanted is None else str(wanted).lower()
             message = f"loss_type '{context.config.algorithm.loss_type}' {reason}"
             yield Finding(key, message, f"set it to {shown}", shown, others=others)
-    if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
+    if context.gathers_in_processes:
         message = "offline algorithms evaluate in the main process"
         hint = "keep the default placement of rollout, and cluster.launcher=process"
         yield Finding("cluster.component_placement", message, hint, others=others)

@@ -19,7 +19,7 @@ from embodrl.errors import WireError
 from embodrl.serving.core import explain
 from embodrl.serving.listener import HttpListener, Service
 from embodrl.serving.protocols.spec import VlaEvalKeysConfig
-from embodrl.serving.session import Session
+from embodrl.serving.session import ChunkSession
 from embodrl.serving.wire.codec import HINT, Map, array_of, need, pack, unpack
 from embodrl.version import __version__
 
@@ -41,7 +41,7 @@ class VlaEvalListener(HttpListener):
         self.observation_params = dict(settings.observation_params)
 
     async def converse(self, socket: Any, client: object) -> None:
-        session = Session(self.core, client, self.name, self.service.horizon)
+        session = ChunkSession(self.core, client, self.name, self.service.horizon)
         async for frame in socket:
             if frame.type not in (self.web.WSMsgType.BINARY, self.web.WSMsgType.TEXT):
                 break
@@ -58,7 +58,7 @@ class VlaEvalListener(HttpListener):
                 content = {"type": kind, "payload": payload, "seq": sequence, "timestamp": time.time()}
                 await socket.send_bytes(pack(content, vla_eval_default))
 
-    async def _answer(self, message: Mapping[str, Any], session: Session) -> tuple[str, dict[str, Any]] | None:
+    async def _answer(self, message: Mapping[str, Any], session: ChunkSession) -> tuple[str, dict[str, Any]] | None:
         kind = message["type"]
         if kind == "hello":
             return "hello", self._hello()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from embodrl.config.schema import Config
+    from embodrl.reporting.metrics_file import Row
     from embodrl.tools.profile.timeline import ProcessShare
 
 SHOWN = 4
@@ -54,6 +55,7 @@ def profile(
 
         if "env.eval.num_episodes" not in keys:
             loaded = loaded.with_config(_briefly_evaluated(loaded.config))
+        from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
         from embodrl.tools.profile.timeline import TRACE_FILE, read_events, shares
         from embodrl.tools.profile.timeline import profile as verb
 
@@ -61,6 +63,7 @@ def profile(
         result = verb(loaded, run_dir)
         if result.exit_code == 0:
             _print(shares(read_events(run_dir / "trace")))
+            _print_usage(read_metrics(run_dir / METRICS_FILE))
             print(f"\ntimeline: {run_dir / TRACE_FILE} (open it at https://ui.perfetto.dev)")
         return result.exit_code
 
@@ -84,3 +87,18 @@ def _print(found: Sequence[ProcessShare]) -> None:
         longest = [f"{name} {seconds:.2f} ({each.counts[name]})" for name, seconds in each.seconds.items()][:SHOWN]
         drawn.add_row(each.name, f"{100 * each.busy:.0f} %", ", ".join(longest))
     Console(highlight=False).print(drawn)
+
+
+def _print_usage(rows: Sequence[Row]) -> None:
+    """Print the use of the machine; the first iteration is not measured."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from embodrl.reporting.usage_text import USAGE_HEAD, usage_table
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for head in USAGE_HEAD:
+        drawn.add_column(head, overflow="fold")
+    for line in usage_table([row for row in rows if row["iteration"] > 1]):
+        drawn.add_row(*line)
+    Console(highlight=False).print("", drawn, sep="\n")

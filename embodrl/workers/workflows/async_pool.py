@@ -10,7 +10,7 @@ Shapes: C actions in a chunk, A action dimensions.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,6 +165,11 @@ class PoolEnvironment(Environment):
         self._row = row
         self._observation: Observation | None = None
         self._done = True
+        self._begun: Callable[[Observation], Awaitable[None]] | None = None
+
+    def on_begin(self, begun: Callable[[Observation], Awaitable[None]]) -> None:
+        """Have a function called with the first observation of every episode."""
+        self._begun = begun
 
     async def initialize(self, task: str, seed: int) -> Observation:
         if task not in self.spec.tasks:
@@ -175,7 +180,13 @@ class PoolEnvironment(Environment):
         assert isinstance(observation, Observation)
         self._observation = observation
         self._done = False
+        if self._begun is not None:
+            await self._begun(observation)
         return observation
+
+    async def call(self, method: str, **arguments: object) -> object:
+        """Return the answer of the simulator's ``method`` about this row."""
+        return await self._process.ask(_Content(self._row, call=(method, {"row": self._row, **arguments})))
 
     def list_tools(self) -> list[Tool]:
         """Return the only tool, ``act``."""
@@ -239,7 +250,7 @@ class PoolEnvironment(Environment):
             raise EnvError(
                 "no episode has begun in this environment", "call initialize() first", code="episode-not-started"
             )
-        row = await self._process.ask(_Content(self._row, call=("get_row_state", {"row": self._row})))
+        row = await self.call("get_row_state")
         if self._row in self._process.lost:
             raise EnvError(
                 "the episode of this environment was lost with its simulator process",

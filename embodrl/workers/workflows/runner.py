@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -48,10 +48,11 @@ _BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutE
 
 
 @dataclass
-class _Tally:
+class Tally:
     """Outcomes of a shard's episodes, over all attempts."""
 
     attempts: int = 0
+    episodes: int = 0
     failed: int = 0
     rejected: int = 0
     seconds: Seconds = field(default_factory=Seconds)
@@ -99,14 +100,14 @@ class WorkflowRunner:
             EnvError: a simulator is beyond repair.
             RolloutEngineError: the engine is.
         """
-        tally = _Tally()
+        tally = Tally()
         while True:
             failed = tally.failed
             trajectories, means = self._attempt(self._redrawn(shard, tally.attempts), should_stop, tally)
             if any(trajectories):
                 break
             if tally.attempts == MAX_ATTEMPTS or tally.failed - failed == self.num_envs:
-                raise self._nothing_left(tally) from tally.first_error
+                raise self.nothing_left(tally) from tally.first_error
         batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
         batch.meta = shard_meta(batch, self._count(trajectories), tally.seconds) | {
             "counts": {"workflow/failed_episodes": tally.failed, "workflow/rejected_episodes": tally.rejected},
@@ -131,7 +132,7 @@ class WorkflowRunner:
         return replace(shard, seeds=seeds, random=(*shard.random, attempts))
 
     def _attempt(
-        self, shard: Shard, should_stop: Callable[[], bool], tally: _Tally
+        self, shard: Shard, should_stop: Callable[[], bool], tally: Tally
     ) -> tuple[list[Trajectory | None], dict[str, float]]:
         """Return the trajectories, None where an episode failed or was rejected, and means for the metrics."""
         names = self.pool.spec.tasks
@@ -143,16 +144,31 @@ class WorkflowRunner:
             environments = stack.enter_context(closing(AsyncPool(self.pool)))
             engine = BatchedEngine(self.engine, self.needs_values, self.num_envs, shard.random)
             stack.enter_context(closing(engine))
-            # Closed first: running episodes are cancelled, then the threads that serve them end.
-            runner = stack.enter_context(AsyncTaskRunner(self.num_envs, self.num_envs, name="episodes"))
-            runner.pause()  # all begin together: the first calls go out as one request
-            for row, env in enumerate(environments.environments()):
-                runner.submit(self._run_episode, engine.for_episode(row), env, episodes[row], task_id=str(row))
-            runner.resume()
-            results = self._wait(runner, should_stop)
+            views = [engine.for_episode(row) for row in range(self.num_envs)]
+            results = self.play(views, environments.environments(), episodes, should_stop)
         tally.seconds.merge(Seconds(environments.busy_s(), engine.busy_s))
         means = {"workflow/env_batch": environments.mean_batch(), "workflow/policy_batch": engine.mean_batch()}
-        return self._sort(results, tally), means
+        return self.sort(results, tally), means
+
+    def play(
+        self,
+        engines: Sequence[EpisodeEngine],
+        environments: Sequence[Environment],
+        tasks: Sequence[EpisodeTask],
+        should_stop: Callable[[], bool],
+    ) -> list[TaskResult]:
+        """Run one episode in each environment, all concurrently, and return the results in this order.
+
+        Raises:
+            InterruptedError: ``should_stop``, polled now and then, returned True.
+        """
+        # When it is closed, running episodes are cancelled.
+        with AsyncTaskRunner(len(tasks), len(tasks), name="episodes") as runner:
+            runner.pause()  # all begin together: the first calls go out as one request
+            for row, task in enumerate(tasks):
+                runner.submit(self._run_episode, engines[row], environments[row], task, task_id=str(row))
+            runner.resume()
+            return self._wait(runner, len(tasks), should_stop)
 
     async def _run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
         limit = self.config.rollout.episode_timeout_s
@@ -176,20 +192,20 @@ class WorkflowRunner:
         if trajectory is not None and len(trajectory.chunks) > task.max_chunks:
             raise WorkflowError(
                 f"an episode has {len(trajectory.chunks)} chunks; the limit is {task.max_chunks}",
-                "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
+                "stop at task.max_chunks; in training env.train.max_steps_per_rollout_epoch sets it",
                 code="workflow-trajectory",
             )
         return trajectory
 
-    def _wait(self, runner: AsyncTaskRunner, should_stop: Callable[[], bool]) -> list[TaskResult]:
+    def _wait(self, runner: AsyncTaskRunner, count: int, should_stop: Callable[[], bool]) -> list[TaskResult]:
         results: list[TaskResult] = []
-        while len(results) < self.num_envs:
+        while len(results) < count:
             if should_stop():
                 raise InterruptedError
-            results += runner.wait(self.num_envs - len(results), _POLL_S)
+            results += runner.wait(count - len(results), _POLL_S)
         return sorted(results, key=lambda result: int(result.id))
 
-    def _sort(self, results: list[TaskResult], tally: _Tally) -> list[Trajectory | None]:
+    def sort(self, results: list[TaskResult], tally: Tally) -> list[Trajectory | None]:
         """Return the trajectories, None where an episode failed or was rejected; count both."""
         errors = [result.exception for result in results if result.exception is not None]
         for error in errors:
@@ -198,6 +214,7 @@ class WorkflowRunner:
         trajectories = [result.value if result.status == "ok" else None for result in results]
         failed = sum(result.status != "ok" for result in results)
         tally.attempts += 1
+        tally.episodes += len(results)
         tally.failed += failed
         tally.rejected += trajectories.count(None) - failed
         tally.first_error = tally.first_error or next(iter(errors), None)
@@ -205,10 +222,10 @@ class WorkflowRunner:
             logger.warning("%d of %d episodes failed", len(errors), len(results), exc_info=errors[0])
         return trajectories
 
-    def _nothing_left(self, tally: _Tally) -> WorkflowError:
+    def nothing_left(self, tally: Tally) -> WorkflowError:
         error = tally.first_error
         return WorkflowError(
-            f"of {tally.attempts * self.num_envs} episodes {tally.failed} failed and {tally.rejected} were rejected"
+            f"of {tally.episodes} episodes {tally.failed} failed and {tally.rejected} were rejected"
             + (f", in {tally.attempts} attempts" if tally.attempts > 1 else "")
             + (f"; the first failure: {type(error).__name__}: {error}" if error else ""),
             f"fix {self.config.rollout.workflow or type(self.workflow).__name__}",

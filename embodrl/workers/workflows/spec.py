@@ -9,4 +9,5 @@ RUNNER = WorkflowRunnerSpec(
     target="embodrl.workers.workflows.runner:WorkflowRunner",
     description="all episodes of a group concurrently, as coroutines",
     collector="embodrl.workers.workflows.runner:WorkflowCollector",
+    evaluator="embodrl.workers.workflows.evaluator:WorkflowEvaluator",
 )

@@ -28,8 +28,8 @@ class EpisodeTask:
         name: task name, one of ``env.tasks``.
         task_id: its index there.
         seed: seed of the initial state; equal for the episodes of a group.
-        max_chunks: maximum length of a trajectory in chunks.
-        iteration: iteration of the run.
+        max_chunks: maximum length of a trajectory in chunks; in evaluations, that of an episode.
+        iteration: iteration of the run; 0 in evaluations.
         keep_frames: record the first camera's images for judging.
     """
 

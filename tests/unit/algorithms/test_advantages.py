@@ -128,6 +128,22 @@ def test_chunk_level_by_hand() -> None:
     assert output.returns[:, 0, 0].tolist() == pytest.approx([3.75, 2.0, 2.0])
 
 
+def test_the_critic_has_a_lambda_of_its_own_and_the_policy_that_of_its_length() -> None:
+    """VAPO: an episode of two steps and one of a single step, which is cut off."""
+    rollout = plain(3, 1, 1, 1)
+    rollout.rewards[:, 0, 0] = torch.tensor([1.0, 2.0, 4.0])
+    rollout.values[:, 0, 0] = torch.tensor([0.5, 1.0, 2.0, 3.0])
+    rollout.terminated[1, 0, 0] = True
+    output = gae(**vars(rollout), gamma=1.0, gae_lambda=0.5, critic_lambda=1.0, lambda_length_alpha=2.0)
+    # deltas: 1 + 1 - .5 = 1.5; 2 - 1 = 1; 4 + 3 - 2 = 5. lambda of the policy: 1 - 1/4 = .75, then 1 - 1/2 = .5.
+    assert output.advantages[:, 0, 0].tolist() == pytest.approx([1.5 + 0.75, 1.0, 5.0])
+    # lambda of the critic is 1: the sums of rewards, with the last value.
+    assert output.returns[:, 0, 0].tolist() == pytest.approx([3.0, 2.0, 7.0])
+    short = gae(**vars(rollout), gamma=1.0, gae_lambda=0.5, lambda_length_alpha=0.1)
+    assert short.advantages[:, 0, 0].tolist() == pytest.approx([1.5, 1.0, 5.0]), "lambda is at least 0"
+    assert short.returns[:, 0, 0].tolist() == pytest.approx([2.0 + 0.5, 2.0, 7.0]), "gae_lambda for the critic"
+
+
 def test_action_level_by_hand() -> None:
     rollout = plain(2, 1, 2, 2)
     rollout.rewards[:, 0] = torch.tensor([[1.0, 0.0], [1.0, 7.0]])

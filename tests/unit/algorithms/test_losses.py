@@ -91,6 +91,38 @@ def test_entropy_bonus_at_its_level() -> None:
         assert float(output.loss.detach()) == pytest.approx(float(without.detach()) - 0.1 * mean, rel=1e-5)
 
 
+def test_the_likelihood_of_solved_episodes_by_hand() -> None:
+    """Two chunks of two actions of one token, the first of a solved episode and with an action that did not happen."""
+    logprobs = torch.tensor([[[-1.0], [-9.0]], [[-2.0], [-3.0]]], requires_grad=True)
+    valid = torch.tensor([[True, False], [True, True]])
+    arguments: dict[str, Any] = {"old_logprobs": logprobs.detach(), "advantages": torch.zeros(2, 1), "valid": valid}
+    clips: dict[str, Any] = {"logprob_type": "token_level", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2}
+    solved = torch.tensor([True, False])
+    output = actor_loss(logprobs=logprobs, solved=solved, positive_coef=0.5, **arguments, **clips)
+    assert float(output.metrics["positive_nll"]) == pytest.approx(1.0)
+    assert float(output.loss) == pytest.approx(0.5)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    assert gradient.flatten().tolist() == pytest.approx([-0.5, 0.0, 0.0, 0.0])
+    # Micro-batches with the counts of both chunks add up.
+    counts = count_elements(valid, action_dim=1, logprob_type="token_level", solved=solved)
+    parts = [
+        actor_loss(
+            logprobs=logprobs[rows],
+            solved=solved[rows],
+            positive_coef=0.5,
+            counts=counts,
+            **{name: value[rows] for name, value in arguments.items()},
+            **clips,
+        ).loss
+        for rows in ([0], [1])
+    ]
+    assert float(sum(parts)) == pytest.approx(0.5)
+    none = actor_loss(logprobs=logprobs, solved=~solved & False, positive_coef=0.5, **arguments, **clips)
+    assert float(none.loss) == 0.0
+    with raises_code("success-unknown"):
+        actor_loss(logprobs=logprobs, positive_coef=0.5, **arguments, **clips)
+
+
 def test_value_loss_by_hand() -> None:
     values = torch.tensor([[1.0], [0.1], [7.0]])
     output = value_loss(

@@ -34,6 +34,7 @@ def test_main_job() -> None:
 
 
 ONE_ROBOT = ["actor.micro_batch_size=20"]
+FOUR_GPUS = ["cluster.hardware.name=four", "cluster.hardware.num_gpus=4"]
 TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 
 
@@ -56,6 +57,8 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "pick_cube_rlpd": [f"algorithm.off_policy.demos={tmp_path}"],
         "pick_cube_rlpd_pixels": [f"algorithm.off_policy.demos={tmp_path}", f"model.warm_start={tmp_path}"],
         "libero_spatial_0_reward": [f"algorithm.off_policy.demos={tmp_path}", f"model.warm_start={tmp_path}"],
+        "disaggregated": FOUR_GPUS,
+        "hybrid": FOUR_GPUS if group == "cluster" else [],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "hil_serl": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "ppo_gaussian": ["model=mlp"],

@@ -145,12 +145,11 @@ def test_a_workflow_without_its_methods_is_named_with_them() -> None:
     assert "run_episode" in caught.value.message
 
 
-def test_an_evaluation_says_that_it_plays_no_workflow() -> None:
-    settings = {"rollout": {"workflow": "embodrl.workers.workflows.workflow:ChunkWorkflow"}}
-    settings["env"] = {"train": {"auto_reset": False, "max_steps_per_rollout_epoch": 25}}  # type: ignore[dict-item]
-    for verb, notes in (("eval", 1), ("train", 0)):
-        found = [note.code for note in load_config([], settings, verb=verb).notes]
-        assert found.count("evaluations-play-no-workflow") == notes
+def test_an_evaluation_reads_the_workflow_that_trains() -> None:
+    path = "rollout.workflow=embodrl.workers.workflows.workflow:ChunkWorkflow"
+    loaded = load_config([path, "model.random_weights=true"], verb="eval")
+    assert loaded.config.rollout.workflow is not None
+    assert not [note for note in loaded.notes if "workflow" in note.code or note.key == "rollout.workflow"]
 
 
 @pytest.mark.parametrize(

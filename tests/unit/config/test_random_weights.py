@@ -12,7 +12,8 @@ from embodrl.config.policy_card import without_weights
 from embodrl.config.presets import presets
 from embodrl.errors import ConfigError
 
-RANDOM = [name for name in presets("model") if name not in ("openvla", "lerobot", "remote", "mlp", "cnn")]
+WITH_WEIGHTS = ("openvla", "openvla_oft", "lerobot", "remote", "mlp", "cnn")
+RANDOM = [name for name in presets("model") if name not in WITH_WEIGHTS]
 
 
 @pytest.mark.parametrize("verb", ["eval", "serve"])

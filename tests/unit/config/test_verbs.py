@@ -72,7 +72,7 @@ def test_settings_of_another_verb_are_refused(tmp_path: Path) -> None:
 MEMBERS: dict[Verb, tuple[str, str]] = {
     "train": ("algorithm.gamma actor.fsdp.cpu_offload env.video.every_eval", "axes sft.lr store.url serve.port"),
     "plan": ("algorithm.gamma runner.name cluster.training_share", "axes sft.lr recipe.stages"),
-    "eval": ("axes algorithm.sampling.top_k env.video.fps runner.output_dir", "algorithm.bc_coef actor.optim.betas"),
+    "eval": ("axes env.video.fps rollout.workflow cluster.launcher", "algorithm.bc_coef actor.optim.betas"),
     "collect": ("collect.noise_std model.action_dim env.eval.seed", "model.warm_start runner.seed collect.sample"),
     "record": ("collect.sample model.warm_start runner.seed", "collect.noise_std runner.output_dir env.video.fps"),
     "sft": ("sft.lr actor.optim.betas runner.keep_best cluster.num_nodes", "actor.optim.lr runner.max_iterations"),
@@ -181,3 +181,24 @@ def test_verbs_without_a_loop_do_not_call_the_pipeline(calls: Path) -> None:
 def test_settings_that_simulators_and_evaluations_read(verb: Verb, settings: tuple[str, ...]) -> None:
     schema = load_config(["env=toy"]).config.__class__
     assert all(reads(verb, setting.partition("=")[0], schema) for setting in settings)
+
+
+TWO = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "sac"])
+def test_evaluations_may_act_in_processes_whatever_learns(algorithm: str) -> None:
+    settings = ["env=toy", "model=mlp", f"algorithm={algorithm}", "env.num_processes=2", TWO]
+    loaded = load_config([*settings, "model.warm_start=null", "model.random_weights=true"], verb="eval")
+    assert loaded.deployment.rolls_out_in_processes
+    assert "rollouts-of-one-process" not in {note.code for note in loaded.notes}
+
+
+def test_a_workflow_that_an_evaluation_plays_needs_no_setting_of_rollouts() -> None:
+    loaded = load_config([*TINY, "rollout.workflow=embodrl.workers.workflows.workflow:ChunkWorkflow"], verb="eval")
+    assert loaded.config.env.train.auto_reset and not loaded.notes
+
+
+def test_collection_says_that_it_acts_in_one_process() -> None:
+    loaded = load_config(["env=toy", "env.num_processes=2", TWO], verb="collect")
+    assert [note.code for note in loaded.notes] == ["rollouts-of-one-process"]

@@ -18,7 +18,7 @@ from embodrl.deployment import Deployment, ProcessPlace, topology
 from embodrl.errors import ConfigError
 from embodrl.hybrid_engines.training import remote
 from embodrl.scheduler.messages import CODEC
-from embodrl.workers import actor, parts, rollout_process
+from embodrl.workers import acting_process, actor, parts, rollout_process
 from embodrl.workers.env import gpu_variables
 from embodrl.workers.remote_backend import launch_rollouts, rollout_channels
 
@@ -121,7 +121,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parts, "make_pool", pool)
     monkeypatch.setattr(parts, "make_rollout_engine", engine)
-    for name in ("Evaluator", "make_sync_collector", "make_runners"):
+    monkeypatch.setattr(acting_process, "make_evaluator", lambda *args, **kwargs: None)
+    for name in ("make_sync_collector", "make_runners"):
         monkeypatch.setattr(rollout_process, name, lambda *args, **kwargs: [None])
     monkeypatch.setattr(remote.StateShapes, "of", lambda *args: None)
     monkeypatch.setattr(actor.torch, "set_num_threads", lambda number: None)

@@ -21,6 +21,7 @@ from embodrl.errors import EmbodrlError, NonFiniteError, PipelineError
 from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, GraphNode, Pipeline
 from embodrl.pipelines.outcomes import described
+from embodrl.reporting.rows import is_measured
 
 CONTEXT = cast(PipelineContext, object())
 
@@ -32,7 +33,7 @@ def ends(context: Any, *outputs: Any) -> None:
 def walk(pipeline: Pipeline, **options: Any) -> dict[str, float | None]:
     """Walk a pipeline, with the node that it needs at its end; metrics without times."""
     metrics = pipeline.add_node("sync", ends, ("train",), "sync").build().run(CONTEXT, **options)
-    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+    return {name: value for name, value in metrics.items() if not is_measured(name)}
 
 
 def source(make: Callable[[], Any], name: str = "test") -> Pipeline:

@@ -114,6 +114,8 @@ METRICS = (
     *("rollout/success_rate", "eval/success_rate", "eval/episodes", "rollout/return", "rollout/episode_length"),
     *("train/policy_loss", "train/approx_kl", "train/lr", "train/explained_variance", "train/entropy", "env_steps"),
     *("time/env_s", "time/train_s", "time/total_s", "time/elapsed_s", "time/env_steps_per_s", "train/num_updates"),
+    *("usage/cores_main", "usage/idle_env", "usage/sent_env_mib", "usage/gpu_0_busy", "usage/gpu_0_memory_gib"),
+    *("staleness/queue", "usage/queue_rewards"),
     *("eval/red/success_rate", "eval/green/success_rate", "rollout/cut_episodes", "rollout/success_rate_started"),
 )
 STRANGE = (None, "x", True, 10**400, -(10**400), [], {}, math.nan, math.inf)

@@ -209,7 +209,7 @@ def test_episodes_that_a_fault_has_ended_are_played_again(caplog):
     assert result.records == expected.records and result.lost_episodes == 0
     assert done == [4, 4, 6, 6, 10]
     assert pool.resets[3:] == [(SECOND_WAVE, [0, 1, 0, 1])] * 2
-    assert "simulator faults ended 4 episodes, which are run again" in caplog.text
+    assert "4 episodes came to no result, and are run again" in caplog.text
 
 
 def test_episodes_that_a_fault_ends_each_time_are_left_out():

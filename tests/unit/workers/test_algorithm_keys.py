@@ -47,6 +47,9 @@ TRAINING = {
     "entropy_type": Change("action_level", {"entropy_bonus": 0.1}),
     "gamma": Change(0.5),
     "gae_lambda": Change(0.5),
+    "critic_lambda": Change(0.2),
+    "lambda_length_alpha": Change(0.7),
+    "positive_coef": Change(0.5),
     "normalize_advantages": Change(False),
     "normalization_scope": Change("group"),
     "min_group_std": Change(10.0, {"normalization_scope": "group"}),
@@ -125,7 +128,7 @@ def recorded_batch() -> TrajectoryBatch:
     batch.truncated[2, 2, -1] = True
     batch.bootstrap_values[2, 2] = 5.0
     groups = torch.tensor([0, 0, 1, 1]).expand(5, 4)
-    return batch.replace(group_id=groups, success=torch.zeros(5, 4, dtype=torch.bool))
+    return batch.replace(group_id=groups, success=torch.tensor([True, True, False, False]).repeat(5, 1))
 
 
 def trained(changes: dict[str, Any]) -> Tensor:

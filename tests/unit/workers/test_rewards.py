@@ -34,6 +34,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import RewardConfig, SrpoConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, RewardError
+from embodrl.reporting.rows import is_measured
 from embodrl.workers.episode import Episode
 from embodrl.workers.recorders import NOT_JUDGED
 from embodrl.workers.reward import RewardCalls, RewardWorker
@@ -328,7 +329,7 @@ def test_rewards_of_another_process_are_those_of_this_one(function: str) -> None
         driver.adopt(part, detached)
     called, batch = len(calls), TrajectoryBatch.concat(parts)
     metrics = [
-        {n: v for n, v in worker.apply(each).items() if not n.startswith("time/")}
+        {n: v for n, v in worker.apply(each).items() if not is_measured(n)}
         for worker, each in ((driver, batch), (alone, expected))
     ]
     assert metrics[0] == metrics[1] and same(batch, expected)

@@ -11,6 +11,7 @@ from embodrl.algorithms.episodes import split_episodes
 from embodrl.config import load_config
 from embodrl.envs.pool.local import LocalPool
 from embodrl.envs.toy.env import ToyVectorEnv
+from embodrl.reporting.rows import is_measured
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.lockstep import EpisodeStats
@@ -236,7 +237,7 @@ def test_two_stages_gather_what_one_gathers():
         torch.testing.assert_close(getattr(left, name), getattr(right, name), rtol=0, atol=0)
     torch.testing.assert_close(left.forward_inputs["seen"], right.forward_inputs["seen"], rtol=0, atol=0)
     for name, value in left_metrics.items():
-        assert name.startswith("time/") or right_metrics[name] == pytest.approx(value, rel=1e-6), name
+        assert is_measured(name) or right_metrics[name] == pytest.approx(value, rel=1e-6), name
 
 
 def test_the_bootstrap_is_the_value_of_the_last_observation_where_the_step_limit_ended_an_episode():
