@@ -15,6 +15,7 @@ from runs import TINY, TINY_POLICY, script
 from safetensors.torch import load_file
 
 import embodrl
+from embodrl.reporting.rows import is_measured
 from embodrl.runs.train import resume
 from embodrl.storage import checkpoint
 from embodrl.trainer import files
@@ -134,7 +135,7 @@ def test_training_works_outside_the_main_thread(tmp_path: Path) -> None:
 
 
 def unclocked(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.startswith(("time/", "eval/"))}
+    return {name: value for name, value in row.items() if not (is_measured(name) or name.startswith("eval/"))}
 
 
 @pytest.mark.parametrize("places", [(), ("actor.own_process=true", "rollout.own_process=true")])

@@ -28,7 +28,7 @@ IN_GROUPS = (*WHOLE, "algorithm.group_size=4")
 def run(tmp_path: Path, preset: str, iterations: int, *overrides: str) -> list[dict[str, Any]]:
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
-    groups = {"ppo": (), "reinforce_pp": WHOLE}.get(preset, IN_GROUPS)
+    groups = {"ppo": (), "vapo": (), "reinforce_pp": WHOLE}.get(preset, IN_GROUPS)
     arguments = [f"algorithm={preset}", *SMALL, *groups, f"runner.max_iterations={iterations}", *overrides]
     loaded = load_config([*arguments, f"runner.output_dir={tmp_path / 'run'}"], config)
     assert train(loaded).exit_code == 0
@@ -49,6 +49,7 @@ OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "rlt", "hil_serl", "dagger", "h
 OF_FLOWS = ("fpo", "pi_nft")
 EXPECTED = {
     "ppo": {"train/value_loss"},
+    "vapo": {"train/value_loss", "train/positive_nll"},
     "grpo": set(),
     "rloo": set(),
     "branch": set(),
@@ -60,6 +61,7 @@ EXPECTED = {
 }
 
 
+WITH_CRITIC = ("ppo", "vapo")
 # What a preset adds to the graph, the batch or the loss trains in short; the others differ by their advantages.
 SHORT = ("grpo",)
 
@@ -74,7 +76,7 @@ def test_a_preset_trains(preset: str, tmp_path: Path) -> None:
             assert 0 <= row["train/clip_fraction"] <= 1 and row["train/approx_kl"] >= 0
             assert abs(row["train/policy_loss"]) < 1e3
         assert 0 <= row["rollout/success_rate"] <= 1
-    assert preset == "ppo" or "train/value_loss" not in rows[-1]
+    assert preset in WITH_CRITIC or "train/value_loss" not in rows[-1]
     assert preset == "dapo" or any(row["train/num_updates"] for row in rows)
 
 

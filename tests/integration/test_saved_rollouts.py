@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import embodrl
 from embodrl.errors import FileFormatError
+from embodrl.reporting.rows import is_measured
 from embodrl.workers.saved_rollouts import load_rollout, rollout_file
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ TOY += ["actor.optim.critic_warmup_iterations=0", "actor.optim.lr_warmup_iterati
 
 def run(directory: Path, *settings: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     result = embodrl.train([*TOY, *settings, f"runner.output_dir={directory}"])
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in result.metrics]
+    rows = [{k: v for k, v in row.items() if not is_measured(k)} for row in result.metrics]
     return rows, load_file(directory / "policy" / "model.safetensors")
 
 

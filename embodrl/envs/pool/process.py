@@ -163,8 +163,6 @@ class SimulatorProcess:
         self._pending = pending
         if count is not None:
             self._slot = slot
-        if kind == Kind.STEP and self._is_apart:
-            count_sent(_LINK, self.ring.request["actions"][:, :count].nbytes)
         try:
             child.connection.send(Frame(*pending, value), time.monotonic() + timeout_s)
         except PeerGoneError:
@@ -174,6 +172,8 @@ class SimulatorProcess:
         except (MessageError, OSError):  # the frame could not be made, or was rejected whole: nothing was sent
             self._pending, self._slot = None, before
             raise
+        if kind == Kind.STEP and self._is_apart:
+            count_sent(_LINK, self.ring.request["actions"][:, :count].nbytes)
 
     def replace_result(self) -> None:
         """Let the next result replace the last one, so that the one before stays valid."""

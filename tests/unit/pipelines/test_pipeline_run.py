@@ -121,13 +121,13 @@ class Value:
 
 
 def test_outputs_go_as_soon_as_they_are_not_needed() -> None:
-    alive: dict[str, list[bool]] = {}
+    alive: dict[str, dict[str, bool]] = {}
     watched: dict[str, weakref.ref[Value]] = {}
 
     def node(name: str) -> Callable[..., Any]:
         def call(context: Any, *outputs: Any) -> Value:
             gc.collect()
-            alive[name] = [watched[other]() is not None for other in watched]
+            alive[name] = {other: watched[other]() is not None for other in list(watched)}
             value = Value()
             watched[name] = weakref.ref(value)
             return value
@@ -136,12 +136,14 @@ def test_outputs_go_as_soon_as_they_are_not_needed() -> None:
 
     pipeline = Pipeline("long").add_node("rollout", node("rollout"), role="rollout")
     pipeline.add_node("a", node("a"), ("rollout",)).add_node("log", node("log"), ("a",), "sink")
-    pipeline.add_node("b", node("b"), ("rollout", "a")).add_node("train", node("train"), ("b",), "train")
+    pipeline.add_node("b", node("b"), ("rollout", "a")).add_node("train", node("train"), ("b", "log"), "train")
+    pipeline.add_node("after", node("after"), ("train",), "sink")
     walk(pipeline)
-    assert list(alive) == ["rollout", "a", "log", "b", "train"]
-    # in order: rollout, a, log, b; what log returned is not kept, the others until their last reader is done
-    assert alive == {"rollout": [], "a": [True], "log": [True, True], "b": [True, True, False],
-                     "train": [False, False, False, True]}  # fmt: skip
+    # Each until its last reader has begun; log and b run at once, before train.
+    assert alive["rollout"] == {} and alive["a"] == {"rollout": True}
+    assert alive["b"]["rollout"] and alive["b"]["a"] and alive["log"]["a"]
+    assert alive["train"] == {"rollout": False, "a": False, "log": True, "b": True}
+    assert not any(alive["after"].values())
     gc.collect()
     assert not any(reference() for reference in watched.values())
 
