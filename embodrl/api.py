@@ -310,7 +310,7 @@ def follow_weights(
     from embodrl.trainer.settings import load_saved
     from embodrl.workers.env import make_pool
     from embodrl.workers.policy import build_policy, configure_torch, num_threads
-    from embodrl.workers.rollout_backend import make_evaluator
+    from embodrl.workers.rollout_backend import evaluator_class
 
     run_dir = Path(run_dir)
     loaded, _ = load_saved(run_dir, [], "eval", resuming=True, trust=trust)
@@ -322,7 +322,7 @@ def follow_weights(
         receiver = DiskReceiver(engine, run_dir / "weights", layout_of(policy))
         try:
             with make_pool(config.evaluated, config.env.eval.total_num_envs, run_dir / "follow_logs") as pool:
-                evaluator = make_evaluator(config, pool, engine)
+                evaluator = evaluator_class(config)(config, pool, engine)
                 done = 0
                 while versions is None or done < versions:
                     report = receiver.receive(timeout_s=wait_s)

@@ -4,8 +4,8 @@ If rollouts and training take turns, sharing all devices (colocated) is fastest.
 asynchronous run, each has devices of its own (disaggregated), and an iteration takes as long as the slower of the two:
 with a share s of the work in training, a actors and r rollouts, max(s / a, (1 - s) / r). The minimum over all
 a + r <= devices that the batch sizes allow is chosen; ties go to the smallest sum. ``auto`` takes the first without,
-the second with ``runner.max_staleness``. With ``hybrid`` the simulators have devices of their own beside those of the
-acting policy, as where they render or simulate on GPUs, and training takes its turn on all of them.
+the second with ``runner.max_staleness``. With ``hybrid``, for simulators that render or simulate on GPUs, some
+devices are for the simulators and the others for the acting policy, and training takes its turn on all of them.
 """
 
 from __future__ import annotations

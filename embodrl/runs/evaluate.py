@@ -22,7 +22,7 @@ from embodrl.workers.evaluating import RemoteEvaluator, described
 from embodrl.workers.evaluator import EvalResult
 from embodrl.workers.parts import make_acting, prepare_acting
 from embodrl.workers.policy import build_policy
-from embodrl.workers.rollout_backend import make_evaluator
+from embodrl.workers.rollout_backend import evaluator_class
 
 
 def evaluate(
@@ -105,7 +105,7 @@ def _measured_here(
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool:
         check_environments(config, pool, training=False)
-        evaluator = make_evaluator(config, pool, make_acting(config, policy()), decodings=decodings)
+        evaluator = evaluator_class(config)(config, pool, make_acting(config, policy()), decodings=decodings)
         with _progress(config, axis, evaluator.num_plays) as progress:
             result = evaluator.run(output.videos_of(axis), progress.update)
         if axis is None:

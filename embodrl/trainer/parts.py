@@ -56,7 +56,7 @@ from embodrl.workers.remote_backend import (
     sends_weights,
 )
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout_backend import LocalBackend, make_collector, make_evaluator
+from embodrl.workers.rollout_backend import LocalBackend, evaluator_class, make_collector
 from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
@@ -189,7 +189,7 @@ def acts_in_driver(
     should_stop = also_lost(engine, stopped)
     collector = make_collector(config, pool, acting, should_stop, rewards)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
-    evaluator = make_evaluator(config, pool, acting, should_stop, make_own)
+    evaluator = evaluator_class(config)(config, pool, acting, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))

@@ -22,7 +22,7 @@ from embodrl.workers.collector import Share, Snapshot, share_config
 from embodrl.workers.env import held_out_pool
 from embodrl.workers.evaluator import EvalProgress, run_decodings
 from embodrl.workers.parts import make_share
-from embodrl.workers.rollout_backend import make_evaluator
+from embodrl.workers.rollout_backend import evaluator_class
 from embodrl.workers.weights import ReceiverThread, Route, make_receiver
 
 
@@ -60,7 +60,7 @@ class ActingProcess(Worker):
         self.config = share_config(config, share)
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         make_own = partial(held_out_pool, log_dir=self.log_dir, places=self.places)
-        self.evaluator = make_evaluator(self.config, self.pool, self.engine, self.should_stop, make_own)
+        self.evaluator = evaluator_class(config)(self.config, self.pool, self.engine, self.should_stop, make_own)
         self._receiver: ReceiverThread | None = None
         self._call = -1
         self._stopped = False

@@ -30,7 +30,7 @@ from embodrl.workers.remote_backend import (
     make_launcher,
     rollout_channels,
 )
-from embodrl.workers.rollout_backend import make_evaluator
+from embodrl.workers.rollout_backend import evaluator_class
 from embodrl.workers.weights import LocalSender, WeightChannel
 
 # Numbers of finished episodes in flight; of more, some are dropped.
@@ -76,10 +76,10 @@ class EvaluatingProcess(ActingProcess):
         self.pool.close()
         total = self.config.env.train.total_num_envs
         self.pool = make_pool(self.config, total, self.log_dir, places=self.places, axis=axis)
-        self.pool.recovery.faults = faults  # the driver is told totals
+        self.pool.recovery.faults = faults  # reported to the driver as totals
         self.pool.start()
         check_environments(self.config, self.pool, training=False)
-        self.evaluator = make_evaluator(self.config, self.pool, self.engine, self.should_stop)
+        self.evaluator = evaluator_class(self.config)(self.config, self.pool, self.engine, self.should_stop)
         self._axis = axis
 
     def _show(self, done: int, text: str) -> None:
@@ -100,7 +100,7 @@ class EvaluatingProcess(ActingProcess):
 class RemoteEvaluator:
     """Evaluates in the processes of ``rollout``, each with its simulators and a copy of the driver's policy.
 
-    Process r of R plays the r-th part of the episodes, so the results are those of one process.
+    Process r of R plays the r-th of R consecutive ranges of episodes: the results equal those of one process.
 
     Args:
         config: configuration of the evaluation; ``deployment`` its placement.
@@ -144,7 +144,7 @@ class RemoteEvaluator:
         closing.callback(self.processes.close)
 
     def num_plays(self, decodings: tuple[Decoding, ...] | None = None) -> int:
-        """Number of episodes over all decodings; None: those of ``env.eval.decoding``."""
+        """Return the number of episodes, each counted once per decoding; None for those of ``env.eval.decoding``."""
         names = decodings or self.processes.call_all("decodings", ranks=[0])[0]
         return self.config.env.eval.num_episodes * len(names)
 
