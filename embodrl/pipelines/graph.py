@@ -7,15 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 from embodrl.errors import PipelineError, PipelineProblem
 from embodrl.pipelines.checks import NodeSpec, check_nodes, inputs_of, resolve, sorted_names, upstream
-from embodrl.pipelines.outcomes import Metrics
-from embodrl.pipelines.walk import Walk
-
-if TYPE_CHECKING:
-    from embodrl.pipelines.context import PipelineContext
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Graph:
-    """A checked pipeline, made by ``Pipeline.build``.
+    """A checked pipeline, made by ``Pipeline.build``; ``walk.Walk`` runs it.
 
     Attributes:
         nodes: nodes in execution order.
@@ -128,21 +123,3 @@ class Graph:
 
     name: str
     nodes: tuple[GraphNode, ...]
-
-    def run(self, context: PipelineContext, on_node: Callable[[GraphNode], None] | None = None) -> Metrics:
-        """Run every node once, after those that it depends on; otherwise in order.
-
-        Args:
-            context: passed to every node.
-            on_node: called before each node, in this thread.
-
-        Returns:
-            the metrics of all nodes; see ``Walk.metrics``.
-
-        Raises:
-            InterruptedError, EmbodrlError, PipelineError: as ``Walk.run``.
-        """
-        with Walk(self, context, on_node or (lambda _: None)) as walk:
-            while (node := walk.next()) is not None:
-                walk.run(node)
-            return walk.metrics()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +28,10 @@ RETRIES = "pipeline/retries"
 
 class Walk:
     """One walk over a graph; leaving its block waits for the nodes in threads, also after an error.
+
+    >>> with Walk(graph, context, on_node) as walk:                         # doctest: +SKIP
+    ...     for node in walk:
+    ...         walk.run(node)
 
     Nodes with a role of ``BESIDE`` run in threads beside all others that do not depend on them. An output is kept
     until its last dependent node has begun.
@@ -57,6 +61,11 @@ class Walk:
     def __exit__(self, *_: object) -> None:
         if self._threads is not None:
             self._threads.shutdown()
+
+    def __iter__(self) -> Iterator[GraphNode]:
+        """Iterate over ``next``; each node is run, or skipped, before the next one is asked for."""
+        while (node := self.next()) is not None:
+            yield node
 
     def next(self) -> GraphNode | None:
         """Return the next node for this thread, once threads have those that may run beside it; None at the end.
