@@ -133,7 +133,7 @@ class Session:
         batch: object = None
         try:
             while (node := walk.next()) is not None and node.role != "advantage":
-                batch = walk.run(node, () if batch is None else (batch,))
+                batch = _run(walk, node, *(() if batch is None else (batch,)))
         except BaseException:  # raised again
             learner.undo()
             raise
@@ -150,7 +150,7 @@ class Session:
             EmbodrlError: there was no rollout since the last ``sync``, or its advantages are known (``session-order``).
         """
         walk, node = self._next("advantages", "advantage")
-        return walk.run(node, (batch,))  # pyright: ignore[reportReturnType]  (the pipeline's node returns them)
+        return _run(walk, node, batch)  # pyright: ignore[reportReturnType]  (the pipeline's node returns them)
 
     def train(self, batch: TrajectoryBatch, advantages: Advantages) -> dict[str, float | None]:
         """Update the weights with ``algorithm.loss_type``, ``algorithm.update_epoch`` times over the batch.
@@ -170,7 +170,7 @@ class Session:
             walk.skip(node)
             walk, node = self._next("train", "train")
         known = walk.metrics().keys()
-        walk.run(node, (batch, advantages))
+        _run(walk, node, batch, advantages)
         return {name: value for name, value in walk.metrics().items() if name not in known}
 
     def sync(self) -> Row:
@@ -183,7 +183,7 @@ class Session:
             EmbodrlError: there was no update since the last ``sync`` (``session-order``).
         """
         walk, node = self._next("sync", "sync")
-        walk.run(node, ())
+        _run(walk, node)
         self._walk = None
         row = self._learner.close_iteration(walk.metrics())
         self.iteration += 1
@@ -226,6 +226,12 @@ class Session:
             due = "rollout" if node is None else _STEPS[node.role]
             raise _out_of_order(step, f"{due} comes next", "call rollout, advantages, train and sync in this order")
         return self._walk, node
+
+
+def _run(walk: Walk, node: GraphNode, *inputs: object) -> object:
+    value, metrics = walk.begin(node, inputs).call()
+    walk.end(node, value, metrics)
+    return value
 
 
 _STEPS = {"advantage": "advantages or train", "train": "train", "sync": "sync"}

@@ -120,8 +120,8 @@ class RolloutLearner(Learner):
     def step(self, iteration: int) -> Row:
         context = self.open_iteration(iteration)
         with Walk(self.graph, context, self.before_node) as walk:
-            for node in walk:
-                walk.run(node)
+            while (node := walk.next()) is not None:
+                walk.end(node, *walk.begin(node).call())
         return self.close_iteration(walk.metrics())
 
     def open_iteration(self, iteration: int) -> PipelineContext:

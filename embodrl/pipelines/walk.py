@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Walk:
     """One walk over a graph; leaving its block waits for the nodes in threads, also after an error.
 
     >>> with Walk(graph, context, on_node) as walk:                         # doctest: +SKIP
-    ...     for node in walk:
-    ...         walk.run(node)
+    ...     while (node := walk.next()) is not None:
+    ...         walk.end(node, *walk.begin(node).call())
 
     Nodes with a role of ``BESIDE`` run in threads beside all others that do not depend on them. An output is kept
     until its last dependent node has begun.
@@ -50,7 +50,7 @@ class Walk:
         self._outputs = _Outputs(graph.nodes)
         self._left = list(graph.nodes)
         self._running: dict[Future[None], GraphNode] = {}
-        self._begun: dict[str, _Begun] = {}
+        self._begun: dict[str, BegunNode] = {}
         self._results: dict[str, tuple[object, Metrics]] = {}
         self._threads: ThreadPoolExecutor | None = None
         self._may_stop = True
@@ -62,16 +62,11 @@ class Walk:
         if self._threads is not None:
             self._threads.shutdown()
 
-    def __iter__(self) -> Iterator[GraphNode]:
-        """Iterate over ``next``; each node is run, or skipped, before the next one is asked for."""
-        while (node := self.next()) is not None:
-            yield node
-
     def next(self) -> GraphNode | None:
         """Return the next node for this thread, once threads have those that may run beside it; None at the end.
 
         Raises:
-            InterruptedError, EmbodrlError, PipelineError: as ``run``, of a node in a thread.
+            InterruptedError, EmbodrlError, PipelineError: as ``BegunNode.call``, of a node in a thread.
         """
         while True:
             self._collect()
@@ -84,26 +79,26 @@ class Walk:
                 return ready[0] if ready else None
             wait(self._running, return_when=FIRST_COMPLETED)
 
-    def run(self, node: GraphNode, inputs: Sequence[object] | None = None) -> object:
-        """Run the node that ``next`` has returned, with its retries, and return its output.
+    def begin(self, node: GraphNode, inputs: Sequence[object] | None = None) -> BegunNode:
+        """Begin the node that ``next`` has returned.
 
         Args:
             node: the next node.
             inputs: in place of the outputs of the nodes that it depends on; None for those.
-
-        Raises:
-            InterruptedError: it was interrupted before the training node; nothing has been learned.
-            EmbodrlError: the node raised it in every attempt; the message names the node and its inputs.
-            PipelineError: the node raised anything else, was interrupted after training had begun, or returned
-                invalid metrics.
         """
-        begun = self._begin(node, inputs)
-        value, found = begun.call(self._graph.name, self._context)
-        self._end(node, value, found)
-        return value
+        self._on_node(node)
+        self._left.remove(node)
+        self._may_stop = self._may_stop and node.role not in CHANGES
+        outputs = self._outputs.of(node)
+        return BegunNode(self._graph.name, node, self._context, outputs if inputs is None else inputs, self._may_stop)
+
+    def end(self, node: GraphNode, value: object, metrics: Metrics) -> None:
+        """Keep what a node has returned."""
+        self._outputs.add(node, value)
+        self._found[node.name] = metrics
 
     def skip(self, node: GraphNode) -> None:
-        """Leave out the node that ``next`` has returned; ``run`` is given the inputs of its dependents."""
+        """Leave out the node that ``next`` has returned; ``begin`` is given the inputs of its dependents."""
         self._left.remove(node)
         self._outputs.of(node)
         self._found[node.name] = {}
@@ -121,81 +116,80 @@ class Walk:
             metrics |= found
         return metrics | ({RETRIES: retries} if any(node.retries for node in self._graph.nodes) else {})
 
-    def _begin(self, node: GraphNode, inputs: Sequence[object] | None = None) -> _Begun:
-        self._on_node(node)
-        self._left.remove(node)
-        self._may_stop = self._may_stop and node.role not in CHANGES
-        outputs = self._outputs.of(node)
-        return _Begun(node, outputs if inputs is None else inputs, self._may_stop)
-
-    def _end(self, node: GraphNode, value: object, found: Metrics) -> None:
-        self._outputs.add(node, value)
-        self._found[node.name] = found
-
     def _submit(self, node: GraphNode) -> None:
         """Run a node in a thread."""
         self._threads = self._threads or ThreadPoolExecutor(len(self._graph.nodes), "node")
-        self._begun[node.name] = self._begin(node)
+        self._begun[node.name] = self.begin(node)
         self._running[self._threads.submit(self._call, node.name)] = node
 
     def _call(self, name: str) -> None:
         # Neither inputs nor outputs pass through the future, in whose thread they would outlive their last reader.
-        self._results[name] = self._begun.pop(name).call(self._graph.name, self._context)
+        self._results[name] = self._begun.pop(name).call()
 
     def _collect(self) -> None:
         """End the nodes whose threads have ended; raises the error of one."""
         for future in [future for future in self._running if future.done()]:
             node = self._running.pop(future)
             future.result()
-            self._end(node, *self._results.pop(node.name))
+            self.end(node, *self._results.pop(node.name))
 
 
 @dataclass(frozen=True)
-class _Begun:
+class BegunNode:
     """A node whose turn it is, and its inputs.
 
     Attributes:
+        pipeline: name of its pipeline, for messages.
         may_stop: nothing has been learned yet, so that it may be interrupted.
     """
 
+    pipeline: str
     node: GraphNode
+    context: PipelineContext
     inputs: Sequence[object]
     may_stop: bool
 
-    def call(self, pipeline: str, context: PipelineContext) -> tuple[object, Metrics]:
-        """Return the output of the node, and its metrics; see ``Walk.run``."""
+    def call(self) -> tuple[object, Metrics]:
+        """Run the node with its retries; return its output, and its metrics.
+
+        Raises:
+            InterruptedError: it was interrupted before the training node; nothing has been learned.
+            EmbodrlError: the node raised it in every attempt; the message names the node and its inputs.
+            PipelineError: the node raised anything else, was interrupted after training had begun, or returned
+                invalid metrics.
+        """
         node = self.node
         clock = time.perf_counter()
         attempts = 0
         while True:
             try:
                 with _guarded(node):
-                    result = node.fn(context, *map(shared, self.inputs))
+                    result = node.fn(self.context, *map(shared, self.inputs))
                 break
             except Exception as error:  # noqa: BLE001  a user's node may raise anything
                 attempts += 1
-                self._tried(pipeline, error, attempts)
-        value, found = _outcome(node, pipeline, result)
+                self._tried(error, attempts)
+        value, found = _outcome(node, self.pipeline, result)
         now = time.perf_counter()
         record(node.name, clock, now)
         found |= {f"time/{node.name}_s": now - clock}
         return value, found | ({RETRIES: float(attempts)} if node.retries else {})
 
-    def _tried(self, pipeline: str, error: Exception, attempts: int) -> None:
+    def _tried(self, error: Exception, attempts: int) -> None:
         """Return if the node, which has raised, may be retried."""
         node = self.node
         interrupted = isinstance(error, InterruptedError)
         if interrupted and self.may_stop:
             raise error
         if interrupted or attempts > node.retries:
-            raise self._failure(pipeline, error, attempts) from error
+            raise self._failure(error, attempts) from error
         of = f"attempt {attempts} of {node.retries + 1}"
         logger.warning("node '%s' failed (%s): %s: %s", node.name, of, type(error).__name__, error)
 
-    def _failure(self, pipeline: str, error: Exception, attempts: int) -> EmbodrlError:
+    def _failure(self, error: Exception, attempts: int) -> EmbodrlError:
         """Return the error of the node with its name, its inputs, and the cause."""
         node = self.node
-        where = f"in node '{node.name}' ({node.label}) of the pipeline '{pipeline}'"
+        where = f"in node '{node.name}' ({node.label}) of the pipeline '{self.pipeline}'"
         where += f", after {attempts} attempts" if attempts > 1 else ""
         pairs = [f"\n    {name}: {described(value)}" for name, value in zip(node.inputs, self.inputs, strict=True)]
         text = f"{where}{', which got' if pairs else ''}{''.join(pairs)}"

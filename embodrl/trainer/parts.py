@@ -44,6 +44,7 @@ from embodrl.trainer.loop import Trainer
 from embodrl.trainer.saving import Saver, open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
+from embodrl.trainer.teacher import load_teacher
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.policy import build_policy, check_features, check_memory, configure_torch, resolve_device
@@ -106,6 +107,8 @@ def build(
     if config.runner.save_rollouts:
         rollouts = parts.rollouts
         rollouts.collector = SavingCollector(rollouts.collector, session.directory / ROLLOUTS_DIR)
+    if config.algorithm.teacher is not None and config.algorithm.kl.coef and session.checkpoint is None:
+        load_teacher(config, parts.policy, parts.engine)
     session.engine = parts.engine
     session.stop.arm()
     num_bytes = parts.engine.shapes().num_bytes

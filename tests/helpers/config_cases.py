@@ -405,6 +405,19 @@ RULES = [
     Wrong("no checkpoint", "model.model_path", "checkpoint-exists", ("model.model_path=/no/such/directory",)),
     Wrong("checkpoint that is a file", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}/file",)),
     Wrong("no warm start", "model.warm_start", "warm-start-exists", ("model.warm_start=buildin",), names="builtin"),
+    Wrong("no teacher", "algorithm.teacher", "teacher-exists", ("algorithm=opd",)),
+    Wrong(
+        "a teacher without weight",
+        "algorithm.kl.coef",
+        "teacher-exists",
+        ("algorithm=opd", "algorithm.kl.coef=0", "algorithm.teacher={tmp}"),
+    ),
+    Wrong(
+        "a teacher that is no policy",
+        "algorithm.teacher",
+        "teacher-exists",
+        ("algorithm=opd", "algorithm.teacher={tmp}"),
+    ),
     Wrong("checkpoint without a policy", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}",)),
     Wrong("warm start without a policy", "model.warm_start", "warm-start-exists", ("model.warm_start={tmp}",)),
     Wrong(

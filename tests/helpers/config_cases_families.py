@@ -448,6 +448,18 @@ FAMILIES += [
         ("algorithm.off_policy.demos={tmp}/none", *IQL),
     ),
     Wrong(
+        "TD3+BC on tokens",
+        "model.model_type",
+        "td3-bc-has-an-actor",
+        ("algorithm=td3_bc", "algorithm.off_policy.demos={tmp}", "model=openvla"),
+    ),
+    Wrong(
+        "TD3+BC in several processes",
+        "actor.training_backend",
+        "td3-bc-has-an-actor",
+        ("algorithm=td3_bc", "algorithm.off_policy.demos={tmp}", "model=mlp", "actor=fsdp"),
+    ),
+    Wrong(
         "RECAP without labels",
         "algorithm.offline.tag",
         "labels-are-there",

@@ -36,10 +36,11 @@ class SamplingConfig(Section):
 
 
 class KlConfig(Section):
-    """KL to the initial policy of the run."""
+    """KL to the reference policy: the initial one of the run, or ``algorithm.teacher``."""
 
     coef: NonNegativeFloat = Field(
-        default=0.0, description="weight; 0 for none; above 0 a copy of the initial weights is kept as the reference"
+        default=0.0,
+        description="weight; 0 for none; above 0 the initial weights, or the teacher's, are kept as the reference",
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
         default="k3",
@@ -280,7 +281,12 @@ class AlgorithmConfig(Section):
         default=0.0, description="weight of the KL from the behaviour policy (CPGD's policy drift)"
     )
     kl: Annotated[KlConfig, AppliesIf("algorithm.kl.coef")] = Field(
-        default=KlConfig(), description="KL to the initial policy of the run"
+        default=KlConfig(), description="KL to the reference policy"
+    )
+    teacher: Annotated[PathText | None, AppliesIf("algorithm.kl.coef")] = Field(
+        default=None,
+        description="directory of a policy of the same family and size that is the reference of algorithm.kl"
+        " (on-policy distillation); null: the initial policy of the run",
     )
     value_clip: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
         default=0.2, description="clip of the value change; null for none"

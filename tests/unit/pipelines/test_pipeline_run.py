@@ -34,8 +34,8 @@ def ends(context: Any, *outputs: Any) -> None:
 def walked(graph: Graph, on_node: Callable[[GraphNode], None] = lambda _: None) -> dict[str, float | None]:
     """Run every node, and return their metrics."""
     with Walk(graph, CONTEXT, on_node) as walk:
-        for node in walk:
-            walk.run(node)
+        while (node := walk.next()) is not None:
+            walk.end(node, *walk.begin(node).call())
     return walk.metrics()
 
 

@@ -1,0 +1,46 @@
+"""A second policy as the reference of the KL (on-policy distillation)."""
+
+from __future__ import annotations
+
+import torch
+
+from embodrl.config.schema import Config
+from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.training.options import VALUE_GROUP
+from embodrl.models.base import VLAPolicy
+from embodrl.workers.policy import build_policy
+
+
+def load_teacher(config: Config, policy: VLAPolicy, engine: TrainEngine) -> None:
+    """Put the weights of ``algorithm.teacher`` in the place of an engine's reference.
+
+    Args:
+        config: configuration of the run.
+        policy: the policy in this process, with the weights that the run starts from.
+        engine: train engine that keeps a reference.
+
+    Raises:
+        CheckpointError: the teacher is of another size, or differs in a weight that the run does not train, which
+            policy and reference share (``teacher-differs``).
+        EmbodrlError: it can't be loaded.
+    """
+    directory = config.algorithm.teacher
+    model = config.model.model_copy(update={"model_path": None, "lora_path": None, "warm_start": directory})
+    teacher = build_policy(config.model_copy(update={"model": model}), torch.device("cpu")).state_dict()
+    saved = engine.state_dict()
+    reference = saved.tensors["reference"]
+    critic = {id(parameter) for parameter in policy.trainable_groups().get(VALUE_GROUP, [])}
+    of_critic = {name for name, parameter in policy.named_parameters() if id(parameter) in critic}
+    shared = {name: weight for name, weight in policy.state_dict().items() if name not in {*reference, *of_critic}}
+    differing = [name for name, weight in shared.items() if not torch.equal(teacher[name], weight.cpu())]
+    if differing:
+        raise CheckpointError(
+            f"the teacher {directory} differs from the policy in {len(differing)} weights that are not trained, such as"
+            f" '{differing[0]}'; they share these",
+            "start from the weights that the teacher was trained from, and train the same parts (model.trainable,"
+            " model.freeze_vision, model.lora)",
+            code="teacher-differs",
+        )
+    saved.tensors["reference"] = {name: teacher[name] for name in reference}
+    engine.load_state_dict(saved)

@@ -1,0 +1,83 @@
+"""On-policy distillation: the reference of the KL is a second policy, and alone it teaches."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expect import raises_code
+from safetensors.torch import load_file, save_file
+
+import embodrl
+from embodrl.errors import CheckpointError, ConfigError
+from embodrl.runs.train import resume
+
+pytestmark = pytest.mark.slow
+TOY = ["env=toy", "env.state=full", "env.num_processes=1", "env.train.total_num_envs=4", "env.eval.num_episodes=4"]
+TOY += ["env.train.max_steps_per_rollout_epoch=10", "actor.global_batch_size=8", "actor.micro_batch_size=8"]
+TOY += ["runner.eval_interval=0", "runner.eval_at_start=false", "runner.logger.console=off", "model=mlp"]
+TOY += ["actor.optim.lr_warmup_iterations=0", "actor.optim.lr_scheduler=constant"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("teacher") / "run"
+    once = ["algorithm=reinforce_pp", "runner.max_iterations=1", "runner.seed=7", f"runner.output_dir={directory}"]
+    yield embodrl.train([*TOY, *once]).policy_dir
+
+
+def distil(directory: Path, teacher: Path, iterations: int, *settings: str) -> list[dict[str, Any]]:
+    distilled = ["algorithm=opd", f"algorithm.teacher={teacher}", f"runner.max_iterations={iterations}"]
+    result = embodrl.train([*TOY, *distilled, *settings, f"runner.output_dir={directory}"])
+    return result.metrics[1:]
+
+
+def weights(policy: Path) -> dict[str, torch.Tensor]:
+    return load_file(policy / "model.safetensors")
+
+
+def test_the_policy_becomes_like_its_teacher(teacher: Path, tmp_path: Path) -> None:
+    rows = distil(tmp_path / "run", teacher, 6, "actor.optim.lr=1e-2")
+    divergences = [row["train/ref_kl"] for row in rows]
+    assert divergences[-1] < divergences[0] / 4, divergences
+    assert all(row["train/policy_loss"] == pytest.approx(row["train/ref_kl"], rel=1e-4) for row in rows)
+    reference = load_file(tmp_path / "run" / "checkpoints" / "step_6" / "reference.safetensors")
+    known = weights(teacher)
+    assert reference and all(torch.equal(tensor, known[name]) for name, tensor in reference.items())
+
+
+def test_a_run_is_resumed_without_its_teacher(teacher: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "teacher"
+    shutil.copytree(teacher, copied)
+    distil(tmp_path / "whole", copied, 2)
+    distil(tmp_path / "halves", copied, 1)
+    shutil.rmtree(copied)
+    assert resume(tmp_path / "halves", ["runner.max_iterations=2"]) == 0
+    mine, theirs = (weights(tmp_path / name / "policy") for name in ("halves", "whole"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_rewards_and_a_teacher(teacher: Path, tmp_path: Path) -> None:
+    rows = distil(tmp_path / "run", teacher, 1, "algorithm.adv_type=reinforce_pp")
+    assert rows[0]["train/policy_loss"] != pytest.approx(rows[0]["train/ref_kl"], rel=1e-4)
+
+
+def test_a_teacher_of_another_kind_is_refused(teacher: Path, tmp_path: Path) -> None:
+    with raises_code("checkpoint-is-of-the-family", ConfigError):
+        embodrl.load_config(["env=toy", "model=openvla", "algorithm=opd", f"algorithm.teacher={teacher}"])
+    other = tmp_path / "teacher"
+    shutil.copytree(teacher, other)
+    changed = weights(other)
+    name = next(name for name, tensor in changed.items() if name not in trained_names(teacher) and tensor.numel())
+    save_file(changed | {name: changed[name] + 1}, other / "model.safetensors", {"format": "pt"})
+    (other / "checksums.json").unlink(missing_ok=True)
+    with raises_code("teacher-differs", CheckpointError, name):
+        distil(tmp_path / "run", other, 1)
+
+
+def trained_names(policy: Path) -> set[str]:
+    return {name for name, _ in embodrl.load_policy(policy, overrides=["model=mlp"]).named_parameters()}
