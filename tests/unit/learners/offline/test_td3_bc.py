@@ -81,7 +81,7 @@ def test_the_actor_descends_the_equation() -> None:
     mask = batch["label_mask"].float()
     error = ((actions - batch["labels"]).square().mean(-1) * mask).sum() / mask.sum()
     loss = -1.5 * (q / q.abs().mean().detach()).mean() + error
-    trained = [p for p in update.actor_parameters]
+    trained = list(update.actor_parameters)
     expected = [g for g in torch.autograd.grad(loss, trained, allow_unused=True) if g is not None]
     assert len(kept) == len(expected)
     for mine, theirs in zip(kept, expected, strict=True):
