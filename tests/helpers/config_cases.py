@@ -405,6 +405,12 @@ RULES = [
     Wrong("no checkpoint", "model.model_path", "checkpoint-exists", ("model.model_path=/no/such/directory",)),
     Wrong("checkpoint that is a file", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}/file",)),
     Wrong("no warm start", "model.warm_start", "warm-start-exists", ("model.warm_start=buildin",), names="builtin"),
+    Wrong(
+        "a critic of its own in Megatron",
+        "actor.training_backend",
+        "critic-network-has-its-engines",
+        ("algorithm.critic.kind=network", "actor=megatron"),
+    ),
     Wrong("no teacher", "algorithm.teacher", "teacher-exists", ("algorithm=opd",)),
     Wrong(
         "a teacher without weight",

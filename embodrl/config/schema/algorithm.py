@@ -135,6 +135,22 @@ class DecoupledConfig(Section):
         return self.enabled and self.prox == "recompute"
 
 
+class CriticConfig(Section):
+    """Critic of on-policy losses."""
+
+    kind: Literal["head", "network"] = Field(
+        default="head",
+        description="head: an MLP on the policy's features (model.value_head); network: a small network of its own on"
+        " pictures (64 x 64), state and task, which shares nothing with the policy",
+    )
+    hidden_sizes: Annotated[tuple[PositiveInt, ...], AppliesIf("algorithm.critic.kind", ("network",))] = Field(
+        default=(256, 256), description="hidden units behind its encoder"
+    )
+    max_state_dim: Annotated[PositiveInt, AppliesIf("algorithm.critic.kind", ("network",))] = Field(
+        default=64, description="numbers of the state that it reads; shorter states are padded with zeros"
+    )
+
+
 class OffPolicyConfig(Section):
     """SAC and RLPD: critics, replay buffer and update ratios."""
 
@@ -288,6 +304,7 @@ class AlgorithmConfig(Section):
         description="directory of a policy of the same family and size that is the reference of algorithm.kl"
         " (on-policy distillation); null: the initial policy of the run",
     )
+    critic: Annotated[CriticConfig, CRITIC] = Field(default=CriticConfig(), description="critic")
     value_clip: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
         default=0.2, description="clip of the value change; null for none"
     )
