@@ -128,6 +128,16 @@ def test_more_rows_than_vllm_decodes_at_once_wait(policy):
     assert_equal_outputs(narrow.act(observation_of(7), True), native.act(observation_of(7), True))
 
 
+def test_steps_of_few_tokens_choose_the_same(policy):
+    sampling = SamplingConfig(temperature=1.6)
+    native = engine_of(NativeRolloutEngine, policy)
+    row = policy.model.config.num_patches + policy.processor.max_prompt_tokens + policy.num_action_chunks * 7
+    small = VllmRolloutEngine(policy, RolloutConfig(precision="fp32"), sampling, 7, max_num_batched_tokens=row)
+    assert_equal_outputs(small.act(observation_of(), True), native.act(observation_of(), True))
+    with raises_code("vllm-tokens", EmbodrlError, row):
+        VllmRolloutEngine(policy, RolloutConfig(precision="fp32"), sampling, 7, max_num_batched_tokens=row - 1)
+
+
 def test_the_value_of_the_whole_prompt():
     policy = make_policy(value_head={"input": "prompt_mean"})
     native, found = engine_of(NativeRolloutEngine, policy), engine_of(VllmRolloutEngine, policy)

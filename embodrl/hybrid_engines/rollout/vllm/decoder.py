@@ -89,12 +89,14 @@ class VllmDecoder:
         dtype: dtype of the copy: float32 or bfloat16.
         max_length: maximum tokens of a row, P + N.
         max_num_seqs: rows decoded at once; the KV cache has room for them.
+        max_num_batched_tokens: tokens of a step at most, at least ``max_length``; None for those of ``max_num_seqs``.
         num_threads: threads of an operation on a CPU.
         can_sleep: prepare for ``sleep``; on a GPU only.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or not the build for this device.
-        EmbodrlError: the device does not support sleep, or vLLM cannot start, e.g. for lack of memory.
+        EmbodrlError: a row has more tokens than a step may have, the device does not support sleep, or vLLM cannot
+            start, e.g. for lack of memory.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class VllmDecoder:
         dtype: torch.dtype,
         max_length: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int | None = None,
         num_threads: int = 1,
         can_sleep: bool = False,
     ) -> None:
@@ -115,6 +118,13 @@ class VllmDecoder:
             raise EmbodrlError(
                 "vLLM has a sleep mode on CUDA GPUs only", "set rollout.enable_offload=false", code="vllm-start"
             )
+        if max_num_batched_tokens is not None and max_num_batched_tokens < max_length:
+            raise EmbodrlError(
+                f"rollout.vllm.max_num_batched_tokens={max_num_batched_tokens} is less than the {max_length} tokens of"
+                " a row, which are processed in one piece",
+                f"set it to {max_length} or more, or to null",
+                code="vllm-tokens",
+            )
         self._num_bins = model.config.n_action_bins
         self._hidden_size = model.config.llama.hidden_size
         self._step = _Step(model.config.first_action_id)
@@ -123,7 +133,9 @@ class VllmDecoder:
             # Removed at once, so that a killed run leaves nothing behind.
             with _side_effects_undone(), tempfile.TemporaryDirectory(prefix="embodrl-vllm-") as directory:
                 _write_config(model, Path(directory), dtype)
-                self.llm: Any = self._start(vllm, directory, model, max_length, max_num_seqs, can_sleep)
+                self.llm: Any = self._start(
+                    vllm, directory, model, max_length, max_num_seqs, max_num_batched_tokens, can_sleep
+                )
         except (RuntimeError, ValueError) as error:
             raise EmbodrlError(
                 f"vLLM did not start: {error}",
@@ -142,6 +154,7 @@ class VllmDecoder:
         model: OpenVLAModel,
         max_length: int,
         max_num_seqs: int,
+        max_num_batched_tokens: int | None,
         can_sleep: bool,
     ) -> object:
         # vLLM's rendezvous would be a file, which a killed run leaves behind.
@@ -160,7 +173,8 @@ class VllmDecoder:
             max_model_len=max_length,
             max_num_seqs=max_num_seqs,
             # Every prompt is processed in one piece.
-            max_num_batched_tokens=max_num_seqs * max_length,
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max_num_batched_tokens or max_num_seqs * max_length,
             kv_cache_memory_bytes=kv_cache_bytes(model, self.dtype, max_length, max_num_seqs),
             # Compiling would need a C++ compiler on a CPU.
             enforce_eager=self.device.type == "cpu",

@@ -51,6 +51,7 @@ class VllmRolloutEngine(RolloutEngine):
     Args:
         policy, config, sampling, seed, num_threads, part: see RolloutEngine.
         max_num_seqs: rows that vLLM decodes at once; further rows wait.
+        max_num_batched_tokens: tokens of a step at most; None for those of ``max_num_seqs`` rows.
 
     Raises:
         EmbodrlError: the policy does not decode token by token.
@@ -66,6 +67,7 @@ class VllmRolloutEngine(RolloutEngine):
         num_threads: int = 1,
         part: tuple[int, int] = (0, 1),
         max_num_seqs: int = 64,
+        max_num_batched_tokens: int | None = None,
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
@@ -84,6 +86,7 @@ class VllmRolloutEngine(RolloutEngine):
             dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
             max_length=longest,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             num_threads=self.num_threads,
             can_sleep=self._sleeps,
         )
@@ -176,4 +179,5 @@ def language_weights(policy: OpenVLAPolicy) -> Iterator[tuple[str, Tensor]]:
 def make(parts: RolloutParts) -> VllmRolloutEngine:
     """Return the engine of a rollout."""
     settings = section_in(parts.config.rollout, "vllm", VllmConfig)
-    return VllmRolloutEngine(*parts.common, max_num_seqs=settings.max_num_seqs or max_batch_rows(parts.config))
+    rows = settings.max_num_seqs or max_batch_rows(parts.config)
+    return VllmRolloutEngine(*parts.common, rows, settings.max_num_batched_tokens)

@@ -146,6 +146,8 @@ def test_the_factory_makes_what_the_configuration_names(policy, monkeypatch):
     assert engine.decoder.settings["max_num_seqs"] == 8
     config = load_config(["env=toy", "rollout=vllm", "rollout.vllm.max_num_seqs=3"]).config
     assert make_rollout_engine(config, policy, 1).decoder.settings["max_num_seqs"] == 3
+    config = load_config(["env=toy", "rollout=vllm", "rollout.vllm.max_num_batched_tokens=300"]).config
+    assert make_rollout_engine(config, policy, 1).decoder.settings["max_num_batched_tokens"] == 300
     assert isinstance(make_rollout_engine(load_config(["env=toy"]).config, policy, 1), NativeRolloutEngine)
 
 
