@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self, cast
 
-from embodrl.errors import PipelineError, PipelineProblem
+from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
+from embodrl.names import import_function
 from embodrl.pipelines.checks import NodeSpec, check_nodes, inputs_of, resolve, sorted_names, upstream
 
 
@@ -58,6 +59,19 @@ class Pipeline:
     def upstream(self, name: str) -> set[str]:
         """Return a node and all its dependencies."""
         return upstream(name, {other: spec.deps for other, spec in self._specs.items()})
+
+    def is_importable(self, name: str) -> bool:
+        """Return whether the function of a node can be imported by its name."""
+        try:
+            fn, label = resolve(self._specs[name].fn)
+            return import_function(label) is fn
+        except EmbodrlError:
+            return False
+
+    def is_built_in(self, name: str) -> bool:
+        """Return whether a node is one of embodrl's own."""
+        fn = self._specs[name].fn
+        return isinstance(fn, str) and fn.startswith("embodrl.")
 
     def add_node(
         self,

@@ -30,6 +30,7 @@ from embodrl.learners.rollout import Parts, RolloutLearner, RunCallbacks
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.pipelines.load import graph_of
+from embodrl.pipelines.node_process import with_placed_nodes
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.reporting.usage import UsageMonitor
@@ -142,7 +143,10 @@ def start_learner(
     parts = build(session, device, stopped, closing, on_step)
     publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
     callbacks = RunCallbacks(lambda: bool(session.stop), show_phase)
-    return RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, callbacks, publish_to)
+    graph = graph_of(session.loaded)
+    if config.pipeline.placement:
+        graph = with_placed_nodes(graph, config, session.deployment, session.directory / "logs", closing)
+    return RolloutLearner(config, session.deployment, graph, parts, callbacks, publish_to)
 
 
 def device_of(config: Config, deployment: Deployment) -> torch.device:

@@ -6,6 +6,7 @@ from config_case import Wrong
 
 KEY = "rollout.workflow"
 WORKFLOW = f"{KEY}='embodrl.workers.workflows.workflow:ChunkWorkflow'"
+OPD = ("algorithm=opd", "actor.optim.critic_warmup_iterations=0")
 EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
 # Cases do arithmetic with these, whatever the presets say.
@@ -410,13 +411,22 @@ RULES = [
         "actor.training_backend",
         "critic-network-has-its-engines",
         ("algorithm.critic.kind=network", "actor=megatron"),
+        more=("actor.tensor_parallel_size",),
     ),
-    Wrong("no teacher", "algorithm.teacher", "teacher-exists", ("algorithm=opd",)),
+    Wrong(
+        "a node on devices that are not there",
+        "pipeline.placement.advantage",
+        "placed-nodes-have-devices",
+        ("pipeline.placement={advantage: '0-99'}", "cluster.device=cpu"),
+        more=("pipeline.name",),
+    ),
+    Wrong("no teacher", "algorithm.teacher", "teacher-exists", OPD),
     Wrong(
         "a teacher without weight",
         "algorithm.kl.coef",
         "teacher-exists",
-        ("algorithm=opd", "algorithm.kl.coef=0", "algorithm.teacher={tmp}"),
+        ("algorithm.kl.coef=0", "algorithm.teacher={tmp}", *OPD),
+        more=("algorithm.teacher",),
     ),
     Wrong(
         "a teacher that is no policy",

@@ -27,7 +27,7 @@ TOY += ["actor.optim.lr_warmup_iterations=0", "actor.optim.lr_scheduler=constant
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("teacher") / "run"
     once = ["algorithm=reinforce_pp", "runner.max_iterations=1", "runner.seed=7", f"runner.output_dir={directory}"]
-    yield embodrl.train([*TOY, *once]).policy_dir
+    yield embodrl.train([*TOY, *once]).run_dir / "policy"
 
 
 def distil(directory: Path, teacher: Path, iterations: int, *settings: str) -> list[dict[str, Any]]:

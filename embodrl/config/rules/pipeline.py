@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from embodrl.config.presets import of_algorithm
 from embodrl.config.rules.base import Context, rule
+from embodrl.deployment import PlacementError
+from embodrl.deployment.nodes import node_places
 from embodrl.names import is_misspelt, nearest
 from embodrl.rule_set import Finding
 from embodrl.specs import PIPELINES
@@ -29,3 +31,16 @@ def pipeline_is_registered(context: Context) -> Iterator[Finding]:
         hint = f"write pipeline={near}" if is_misspelt(name, near) else "see `embodrl list pipelines`"
         near, hint = of_algorithm(name) or (near, hint)
         yield Finding("pipeline.name", f"no pipeline '{name}'", hint, ", ".join(PIPELINES), near)
+
+
+@rule("pipeline.placement", "cluster", machine_specific=True)
+def placed_nodes_have_devices(context: Context) -> Iterator[Finding]:
+    """The devices that nodes are placed on are there."""
+    config = context.config
+    gpus = context.solution.gpus_per_node
+    for name in config.pipeline.placement if gpus is not None else ():
+        try:
+            node_places(config, name, gpus)
+        except PlacementError as error:
+            key = f"pipeline.placement.{name}"
+            yield Finding(key, str(error), error.hint, error.allowed)

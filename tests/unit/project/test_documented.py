@@ -150,7 +150,9 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
         if key == "algorithm.off_policy.demos":
             (directory / value / "meta").mkdir(parents=True)
             (directory / value / "meta" / "advantages_recap.parquet").touch()
-        if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
+        if key in ("model.warm_start", "model.model_path", "algorithm.teacher") and value.startswith(
+            ("outputs/", "DIR")
+        ):
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")
             Path(value, "rl_token.json").touch()
