@@ -58,6 +58,7 @@ WRONG = {
     ("tutorial.md", "env.motor_gian=3"): "config-unknown-key",
 }
 """Commands that show an error report: one of their words, and what is reported."""
+POLICIES = ("model.warm_start", "model.model_path", "algorithm.teacher")
 EXEMPT = {"my_module:MyWorkflow": "the reader's own module", "my_package:MyArm-v0": "the reader's own package"}
 EIGHT_GPUS = [
     *("cluster.hardware.name=documented", "cluster.hardware.num_gpus=8", "cluster.hardware.gpu_memory_gib=80"),
