@@ -265,9 +265,11 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_pipelines.py::test_a_node_that_is_tried_again_leaves_no_trace_but_its_count",
                 "unit/pipelines/test_pipeline_run.py::test_nodes_that_do_not_depend_on_each_other_run_at_once",
                 "integration/test_pipelines.py::test_a_node_is_tested_by_itself",
+                "integration/test_placed_nodes.py::test_two_processes_compute_what_one_does",
                 "unit/compat/test_spellings.py::test_a_pipeline_of_siirl_is_the_one_here",
             ),
-            "nodes run in the main process; rollout and train alone reach other processes",
+            "compute nodes run in processes of their own (pipeline.placement); rollout and training nodes are in the main"
+            " process, through which every batch passes",
         ),
         Row(
             "The loop as a script of one's own",
@@ -287,6 +289,56 @@ SECTIONS: dict[str, list[Row]] = {
             "",
             "eval env=toy model=mlp model.random_weights=true env.include_state=true",
             ("integration/test_keys_of_verbs.py::test_no_key_is_ignored_in_silence",),
+        ),
+    ],
+    "Learning": [
+        Row(
+            "A critic of its own",
+            "verl, slime",
+            "train env=toy model=mlp algorithm.critic.kind=network",
+            ("integration/test_own_critic.py::test_it_learns_alone_and_is_resumed",),
+            "a small network in the policy's process; not a pretrained model, nor a placement of its own",
+        ),
+        Row(
+            "VAPO",
+            "verl",
+            "train env=toy model=mlp algorithm=vapo",
+            (
+                "unit/algorithms/test_advantages.py::test_the_critic_has_a_lambda_of_its_own_and_the_policy_that_of_its_length",
+            ),
+        ),
+        Row(
+            "On-policy distillation",
+            "slime",
+            "",
+            ("integration/test_teacher.py::test_the_policy_becomes_like_its_teacher",),
+            "the teacher has the family and size of the policy",
+        ),
+        Row(
+            "TD3+BC",
+            "verl-vla",
+            "",
+            ("unit/learners/offline/test_td3_bc.py::test_the_actor_descends_the_equation",),
+            "small Gaussian policies, in one process",
+        ),
+        Row(
+            "Evaluation in several processes",
+            "verl",
+            "eval env=toy model=mlp model.random_weights=true rollout.own_process=true",
+            ("integration/test_eval_processes.py::test_two_processes_evaluate_as_one_does",),
+        ),
+        Row(
+            "Evaluation by the workflow that trains",
+            "AReaL",
+            "",
+            ("integration/test_workflow_runs.py::test_a_run_is_evaluated_by_its_workflow_on_the_way_and_afterwards",),
+        ),
+        Row(
+            "Use of GPUs, cores, memory and links in the metrics",
+            "verl",
+            "",
+            ("integration/test_usage_runs.py::test_every_row_has_the_use_of_each_component",),
+            "GPUs were read on one machine with one GPU",
         ),
     ],
     "Many runs": [
