@@ -268,7 +268,7 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_placed_nodes.py::test_two_processes_compute_what_one_does",
                 "unit/compat/test_spellings.py::test_a_pipeline_of_siirl_is_the_one_here",
             ),
-            "compute nodes run in processes of their own (pipeline.placement); rollout and training nodes are in the main"
+            "compute nodes run in processes of their own (pipeline.placement); rollouts and training begin in the main"
             " process, through which every batch passes",
         ),
         Row(
