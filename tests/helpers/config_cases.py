@@ -410,7 +410,7 @@ RULES = [
         "a critic of its own in Megatron",
         "actor.training_backend",
         "critic-network-has-its-engines",
-        ("algorithm.critic.kind=network", "actor=megatron"),
+        ("actor.training_backend=megatron", "algorithm.critic.kind=network"),
         more=("actor.tensor_parallel_size",),
     ),
     Wrong(
@@ -420,7 +420,7 @@ RULES = [
         ("pipeline.placement={advantage: '0-99'}", "cluster.device=cpu"),
         more=("pipeline.name",),
     ),
-    Wrong("no teacher", "algorithm.teacher", "teacher-exists", OPD),
+    Wrong("no teacher", "algorithm.teacher", "teacher-exists", ("algorithm.teacher=null", *OPD)),
     Wrong(
         "a teacher without weight",
         "algorithm.kl.coef",

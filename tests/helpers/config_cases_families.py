@@ -452,13 +452,14 @@ FAMILIES += [
         "TD3+BC on tokens",
         "model.model_type",
         "td3-bc-has-an-actor",
-        ("algorithm.off_policy.demos={tmp}", "model=openvla", *TD3_BC),
+        ("model.model_type=openvla", "algorithm.off_policy.demos={tmp}", "model=mlp", *TD3_BC),
+        more=("env.include_images",),
     ),
     Wrong(
         "TD3+BC in several processes",
         "actor.training_backend",
         "td3-bc-has-an-actor",
-        ("algorithm.off_policy.demos={tmp}", "model=mlp", "actor=fsdp", *TD3_BC),
+        ("actor.training_backend=fsdp", "algorithm.off_policy.demos={tmp}", "model=mlp", *TD3_BC),
     ),
     Wrong(
         "RECAP without labels",

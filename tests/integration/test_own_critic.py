@@ -27,31 +27,32 @@ def run(directory: Path, iterations: int, *settings: str) -> list[dict[str, Any]
     config = directory.parent / "tiny.yaml"
     config.write_text(TINY)
     given = [*SHORT, *OWN, *settings, f"runner.max_iterations={iterations}", f"runner.output_dir={directory}"]
-    rows = embodrl.train(load_config(given, config)).metrics[1:]
+    rows = embodrl.train(load_config(given, config)).metrics
     return [{name: value for name, value in row.items() if not is_measured(name)} for row in rows]
 
 
 def test_it_learns_alone_and_is_resumed(tmp_path: Path) -> None:
-    alone = ("actor.optim.critic_warmup_iterations=2", "env.include_state=true")
-    rows = run(tmp_path / "whole", 2, *alone)
+    alone = ("actor.optim.critic_warmup_iterations=1", "env.include_state=true", "runner.save_interval=1")
+    rows = run(tmp_path / "whole", 3, *alone, "runner.keep_last_n=3")
     assert all(row["train/value_loss"] > 0 and row["train/explained_variance"] is not None for row in rows)
-    run(tmp_path / "halves", 1, *alone)
-    assert resume(tmp_path / "halves", ["runner.max_iterations=2"]) == 0
+    run(tmp_path / "halves", 2, *alone)
+    assert resume(tmp_path / "halves", ["runner.max_iterations=3"]) == 0
     heads = [load_file(tmp_path / name / "policy" / VALUE_HEAD_FILE) for name in ("whole", "halves")]
     assert any(name.startswith("encoder.") for name in heads[0])
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
     # In the warm-up the critic trains, and no weight of the policy moves.
-    start, end = (tmp_path / "whole" / "checkpoints" / f"step_{n}" / "policy.safetensors" for n in (1, 2))
-    before, after = load_file(start), load_file(end)
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    start = build_policy(load_config([*SHORT, *OWN, *alone], tmp_path / "tiny.yaml").config).state_dict()
+    after = load_file(tmp_path / "whole" / "checkpoints" / "step_1" / "policy.safetensors")
+    moved = {name for name in after if not torch.equal(start[name], after[name])}
     assert moved and all(name.startswith("value_head.") for name in moved)
 
 
 def test_a_policy_is_loaded_with_its_critic_if_that_fits(tmp_path: Path) -> None:
-    run(tmp_path / "run", 1)
+    none = "actor.optim.critic_warmup_iterations=0"
+    run(tmp_path / "run", 1, none)
     saved = load_file(tmp_path / "run" / "policy" / VALUE_HEAD_FILE)
     config = tmp_path / "tiny.yaml"
-    again = [*SHORT, f"model.warm_start={tmp_path / 'run' / 'policy'}"]
+    again = [*SHORT, none, f"model.warm_start={tmp_path / 'run' / 'policy'}"]
     loaded = own_critic(build_policy(load_config([*again, *OWN], config).config))
     assert loaded is not None and all(torch.equal(tensor, saved[name]) for name, tensor in loaded.state_dict().items())
     larger = [*again, "algorithm.critic.kind=network", "algorithm.critic.hidden_sizes=[48]"]
@@ -64,7 +65,13 @@ def test_a_policy_is_loaded_with_its_critic_if_that_fits(tmp_path: Path) -> None
 def test_processes_train_it_as_one_does(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    size = ("actor.precision=fp32", "rollout.precision=fp32", "actor.micro_batch_size=4", "actor.global_batch_size=8")
+    size = (
+        "actor.optim.critic_warmup_iterations=0",
+        "actor.precision=fp32",
+        "rollout.precision=fp32",
+        "actor.micro_batch_size=4",
+        "actor.global_batch_size=8",
+    )
     one = run(tmp_path / "one" / "run", 2, *size)
     placed = ("actor=fsdp", "cluster.device=cpu", "cluster.component_placement={actor: '0:0-1', rollout: 0, env: 0}")
     two = run(tmp_path / "two" / "run", 2, *size, *placed)

@@ -26,14 +26,20 @@ TOY += ["actor.optim.lr_warmup_iterations=0", "actor.optim.lr_scheduler=constant
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("teacher") / "run"
-    once = ["algorithm=reinforce_pp", "runner.max_iterations=1", "runner.seed=7", f"runner.output_dir={directory}"]
+    once = [
+        "algorithm=reinforce_pp",
+        "runner.max_iterations=6",
+        "actor.optim.lr=3e-2",
+        "runner.seed=7",
+        f"runner.output_dir={directory}",
+    ]
     yield embodrl.train([*TOY, *once]).run_dir / "policy"
 
 
 def distil(directory: Path, teacher: Path, iterations: int, *settings: str) -> list[dict[str, Any]]:
     distilled = ["algorithm=opd", f"algorithm.teacher={teacher}", f"runner.max_iterations={iterations}"]
     result = embodrl.train([*TOY, *distilled, *settings, f"runner.output_dir={directory}"])
-    return result.metrics[1:]
+    return result.metrics
 
 
 def weights(policy: Path) -> dict[str, torch.Tensor]:
@@ -41,11 +47,11 @@ def weights(policy: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_policy_becomes_like_its_teacher(teacher: Path, tmp_path: Path) -> None:
-    rows = distil(tmp_path / "run", teacher, 6, "actor.optim.lr=1e-2")
+    rows = distil(tmp_path / "run", teacher, 12, "actor.optim.lr=1e-2")
     divergences = [row["train/ref_kl"] for row in rows]
-    assert divergences[-1] < divergences[0] / 4, divergences
+    assert divergences[0] > 0.1 and divergences[-1] < divergences[0] / 2, divergences
     assert all(row["train/policy_loss"] == pytest.approx(row["train/ref_kl"], rel=1e-4) for row in rows)
-    reference = load_file(tmp_path / "run" / "checkpoints" / "step_6" / "reference.safetensors")
+    reference = load_file(tmp_path / "run" / "checkpoints" / "step_12" / "reference.safetensors")
     known = weights(teacher)
     assert reference and all(torch.equal(tensor, known[name]) for name, tensor in reference.items())
 
@@ -80,4 +86,4 @@ def test_a_teacher_of_another_kind_is_refused(teacher: Path, tmp_path: Path) -> 
 
 
 def trained_names(policy: Path) -> set[str]:
-    return {name for name, _ in embodrl.load_policy(policy, overrides=["model=mlp"]).named_parameters()}
+    return {name for name, _ in embodrl.load_policy(policy).named_parameters()}
