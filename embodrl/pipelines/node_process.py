@@ -61,7 +61,7 @@ class NodeProcess(Worker):
         self.fn: Callable[..., object] = import_function(label)
 
     @dispatch(shares)
-    def call(self, iteration: int, *inputs: object) -> tuple[object, Metrics]:
+    def run_node(self, iteration: int, *inputs: object) -> tuple[object, Metrics]:
         """Return the node's value and metrics."""
         context = NodeContext(self.config, iteration, self.rank, self.world_size)
         return outcome_of(self.fn(context, *inputs))
@@ -92,7 +92,7 @@ class PlacedNode:
         if not self._group.world_size:
             self._group.launch(self._places, self._launcher, log_dir=self._log_dir)
         try:
-            found: list[tuple[object, Metrics]] = self._group.call(context.iteration, *inputs).result()
+            found: list[tuple[object, Metrics]] = self._group.run_node(context.iteration, *inputs).result()
         except WorkerDied:
             self._group.kill()
             raise

@@ -411,7 +411,6 @@ RULES = [
         "actor.training_backend",
         "critic-network-has-its-engines",
         ("actor.training_backend=megatron", "algorithm.critic.kind=network"),
-        more=("actor.tensor_parallel_size",),
     ),
     Wrong(
         "a node on devices that are not there",
@@ -432,7 +431,7 @@ RULES = [
         "a teacher that is no policy",
         "algorithm.teacher",
         "teacher-exists",
-        ("algorithm=opd", "algorithm.teacher={tmp}"),
+        ("algorithm.teacher={tmp}", *OPD),
     ),
     Wrong("checkpoint without a policy", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}",)),
     Wrong("warm start without a policy", "model.warm_start", "warm-start-exists", ("model.warm_start={tmp}",)),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expect import raises_code
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import embodrl
 from embodrl.errors import CheckpointError, ConfigError
@@ -24,16 +23,15 @@ TOY += ["actor.optim.lr_warmup_iterations=0", "actor.optim.lr_scheduler=constant
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    directory = tmp_path_factory.mktemp("teacher") / "run"
-    once = [
-        "algorithm=reinforce_pp",
-        "runner.max_iterations=6",
-        "actor.optim.lr=3e-2",
-        "runner.seed=7",
-        f"runner.output_dir={directory}",
-    ]
-    yield embodrl.train([*TOY, *once]).run_dir / "policy"
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that imitated the scripted expert."""
+    directory = tmp_path_factory.mktemp("teacher")
+    demos = f"sft.data_dir={directory / 'demos'}"
+    collected = ["collect.num_episodes=20", f"collect.output_dir={directory / 'demos'}"]
+    embodrl.collect(["env=toy", "model=mlp", "env.state=full", "env.num_processes=1", *collected])
+    steps = ["sft.max_steps=100", "sft.batch_size=64", "sft.lr_warmup_steps=1", "runner.seed=7", demos]
+    sft = embodrl.sft(["env=toy", "model=mlp", "env.state=full", *steps, f"sft.output_dir={directory / 'sft'}"])
+    return sft.policy_dir
 
 
 def distil(directory: Path, teacher: Path, iterations: int, *settings: str) -> list[dict[str, Any]]:
@@ -49,11 +47,11 @@ def weights(policy: Path) -> dict[str, torch.Tensor]:
 def test_the_policy_becomes_like_its_teacher(teacher: Path, tmp_path: Path) -> None:
     rows = distil(tmp_path / "run", teacher, 12, "actor.optim.lr=1e-2")
     divergences = [row["train/ref_kl"] for row in rows]
-    assert divergences[0] > 0.1 and divergences[-1] < divergences[0] / 2, divergences
+    assert divergences[-1] < divergences[0] / 2, divergences
     assert all(row["train/policy_loss"] == pytest.approx(row["train/ref_kl"], rel=1e-4) for row in rows)
     reference = load_file(tmp_path / "run" / "checkpoints" / "step_12" / "reference.safetensors")
     known = weights(teacher)
-    assert reference and all(torch.equal(tensor, known[name]) for name, tensor in reference.items())
+    assert reference and all(torch.equal(t, known[name.removeprefix("model.")]) for name, t in reference.items())
 
 
 def test_a_run_is_resumed_without_its_teacher(teacher: Path, tmp_path: Path) -> None:
@@ -75,15 +73,5 @@ def test_rewards_and_a_teacher(teacher: Path, tmp_path: Path) -> None:
 def test_a_teacher_of_another_kind_is_refused(teacher: Path, tmp_path: Path) -> None:
     with raises_code("checkpoint-is-of-the-family", ConfigError):
         embodrl.load_config(["env=toy", "model=openvla", "algorithm=opd", f"algorithm.teacher={teacher}"])
-    other = tmp_path / "teacher"
-    shutil.copytree(teacher, other)
-    changed = weights(other)
-    name = next(name for name, tensor in changed.items() if name not in trained_names(teacher) and tensor.numel())
-    save_file(changed | {name: changed[name] + 1}, other / "model.safetensors", {"format": "pt"})
-    (other / "checksums.json").unlink(missing_ok=True)
-    with raises_code("teacher-differs", CheckpointError, name):
-        distil(tmp_path / "run", other, 1)
-
-
-def trained_names(policy: Path) -> set[str]:
-    return {name for name, _ in embodrl.load_policy(policy).named_parameters()}
+    with raises_code("teacher-differs", CheckpointError):
+        distil(tmp_path / "run", teacher, 1, "model.trainable=head")

@@ -292,7 +292,7 @@ LINES = {
 def test_a_line_of_an_example_is_answered(line: str, ours: str) -> None:
     (problem,) = problems(line)
     assert (problem.code, problem.nearest) == ("config-unknown-key", ours)
-    assert problem.hint.startswith(f"write {ours}" if ours else ("remove it", "`embodrl", "each rollout"))
+    assert problem.hint.startswith("write " if ours else ("remove it", "`embodrl", "each rollout"))
 
 
 def test_there_are_forty_lines() -> None:
