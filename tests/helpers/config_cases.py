@@ -407,10 +407,10 @@ RULES = [
     Wrong("checkpoint that is a file", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}/file",)),
     Wrong("no warm start", "model.warm_start", "warm-start-exists", ("model.warm_start=buildin",), names="builtin"),
     Wrong(
-        "a critic of its own in Megatron",
-        "actor.training_backend",
+        "a critic of its own on servers",
+        "rollout.backend",
         "critic-network-has-its-engines",
-        ("actor.training_backend=megatron", "algorithm.critic.kind=network"),
+        ("rollout.backend=remote", "rollout.remote.urls=['http://127.0.0.1:1']", "algorithm.critic.kind=network"),
     ),
     Wrong(
         "a node on devices that are not there",
