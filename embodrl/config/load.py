@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -19,7 +19,7 @@ from embodrl.config.nodes import DOTTED_NAMES, SPECIAL_KEY, Node, Origin, from_p
 from embodrl.config.presets import of_algorithm
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
-from embodrl.config.rules import run_rules
+from embodrl.config.rules import Report, run_rules
 from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
@@ -49,6 +49,7 @@ class LoadedConfig:
         notes: settings that are allowed but have no effect or a surprising one.
         processes: the choice for ``env.num_processes: auto``; None where a number was given.
         obstacles: reasons why a planned run could not start on this machine.
+        check: runs the rules again, for another placement.
     """
 
     config: Config
@@ -58,6 +59,7 @@ class LoadedConfig:
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     processes: ProcessChoice | None = None
     obstacles: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    check: Callable[[Config, Solution], Report] | None = field(default=None, repr=False, compare=False)
 
     @property
     def deployment(self) -> Deployment:
@@ -225,8 +227,12 @@ def finish(
     # Rules that read one of these keys would check its default.
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
-    context = Context(config, tree, solution, resuming, verb, made_before, composition.choices)
-    report = run_rules(context, invalid, verb, further_rules)
+
+    def check(config: Config, solution: Solution) -> Report:
+        context = Context(config, tree, solution, resuming, verb, made_before, composition.choices)
+        return run_rules(context, invalid, verb, further_rules)
+
+    report = check(config, solution)
     problems += report.errors
     if not_imported:
         problems = without_consequences(problems, config)
@@ -235,7 +241,7 @@ def finish(
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
     notes = composition.notes + without_entries + commits + report.notes
-    return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
+    return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles, check)
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from embodrl.deployment.automatic import choose
+from embodrl.deployment.automatic import choices
 from embodrl.deployment.grammar import (
     COMPONENTS,
     MACHINES,
@@ -114,6 +114,7 @@ class Solution:
         unplaced: lines that could not be placed.
         found: the deployment; None if a component is missing or the number of GPUs is unknown.
         planning: machines are only described, and need not exist.
+        weighed: chosen with regard to memory; see ``preflight.placement``.
     """
 
     machine: Machine
@@ -122,6 +123,7 @@ class Solution:
     unplaced: tuple[Unplaced, ...]
     found: Deployment | None
     planning: bool = False
+    weighed: bool = False
 
     @property
     def deployment(self) -> Deployment:
@@ -144,26 +146,43 @@ def solve(config: Config, machine: Machine | None = None, planning: bool = False
 
     Simulators are bound to one core each, on the NUMA node of the GPU they feed as long as it has free cores. Actor and
     rollout processes on a GPU may use the cores of its node, others all cores. With ``planning``, described machines
-    need not exist: cores and GPUs are the description's.
+    need not exist: cores and GPUs are the description's. Where ``cluster.placement`` allows several placements, the
+    fastest is taken.
+    """
+    return next(solutions(config, machine, planning))
+
+
+def solutions(config: Config, machine: Machine | None = None, planning: bool = False) -> Iterator[Solution]:
+    """Yield the placements that the configuration allows, as ``solve``; with ``cluster.placement`` the fastest first.
+
+    There is at least one; several only with ``cluster.placement``.
     """
     machine = read_machine() if machine is None else machine
+    gpus = _gpus_per_node(config.cluster, machine)
+    if config.cluster.placement == "given" or gpus is None:
+        yield _solution(config, gpus, machine, planning)
+        return
+    try:
+        for choice in choices(config, gpus):
+            cluster = config.cluster.model_copy(update={"component_placement": choice.places})
+            placed = config.model_copy(update={"cluster": cluster})
+            yield _solution(placed, gpus, machine, planning, choice.reasons)
+    except PlacementError as error:
+        yield Solution(machine, gpus, {}, (Unplaced("", config.cluster.placement, error),), None, planning)
+
+
+def _solution(
+    config: Config, gpus: int | None, machine: Machine, planning: bool, reasons: tuple[str, ...] = ()
+) -> Solution:
+    """Place every process as ``cluster.component_placement`` says."""
     cluster = config.cluster
-    gpus = _gpus_per_node(cluster, machine)
-    choice = None
-    if cluster.placement != "given" and gpus is not None:
-        try:
-            choice = choose(config, gpus)
-        except PlacementError as error:
-            return Solution(machine, gpus, {}, (Unplaced("", cluster.placement, error),), None, planning)
-        cluster = cluster.model_copy(update={"component_placement": choice.places})
-        config = config.model_copy(update={"cluster": cluster})
     places, unplaced = _place(config, _MANY_GPUS if gpus is None else gpus)
     found = None
     if gpus is not None and not unplaced and all(name in places for name in COMPONENTS):
         described = planning and cluster.hardware.name is not None
         topology = describe_machine(cluster.hardware) if described else machine.topology
         found = _deploy(config, places, (topology,) * cluster.num_nodes, machine, gpus)
-        found = replace(found, reasons=() if choice is None else choice.reasons)
+        found = replace(found, reasons=reasons)
     return Solution(machine, gpus, places, unplaced, found, planning)
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
     from embodrl.config.schema import Config
     from embodrl.deployment import ProcessPlace
+    from embodrl.preflight.run_memory import MemoryOf
     from embodrl.tools.plan.fit import Fit
-    from embodrl.tools.plan.memory import MemoryOf
     from embodrl.tools.plan.plan import Plan
 
 app = make_app()
@@ -240,8 +240,7 @@ def _without_repeats(memories: Sequence[MemoryOf]) -> list[tuple[MemoryOf, int]]
 def _show_memory(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    from embodrl.tools.plan.memory import ESTIMATED_BY, PHASES
-    from embodrl.tools.plan.plan import gib
+    from embodrl.preflight.run_memory import ESTIMATED_BY, PHASES, gib
 
     columns = _without_repeats(plan.memory.memories)
     parts = [part for part in ESTIMATED_BY if any(memory.needed.get(part) for memory, _ in columns)]
@@ -265,8 +264,6 @@ def _show_memory(plan: Plan, console: Console) -> None:
 
 
 def _show_verdict(plan: Plan, columns: Sequence[tuple[MemoryOf, int]], console: Console) -> None:
-    from embodrl.tools.plan.plan import gib
-
     if plan.memory.not_estimated:
         console.print(f"[bold red]not known whether it fits[/]: {plan.memory.not_estimated}", soft_wrap=True)
     if plan.memory.tiny:
@@ -274,12 +271,8 @@ def _show_verdict(plan: Plan, columns: Sequence[tuple[MemoryOf, int]], console: 
         console.print(f"note: tiny architecture ({plan.memory.num_parameters:,} parameters){size}", soft_wrap=True)
     for memory, count in columns:
         if not memory.fits:
-            alike = f" (and {count - 1} alike)" if count > 1 else ""
-            console.print(
-                f"[bold red]does not fit[/]: {memory.name}{alike} needs {gib(memory.total)} GiB, and nine tenths of"
-                f" {gib(memory.available)} GiB can be used",
-                soft_wrap=True,
-            )
+            alike = f"; {count - 1} more alike" if count > 1 else ""
+            console.print(f"[bold red]does not fit[/]: {memory.shortage}{alike}", soft_wrap=True)
     for line in plan.memory.hints:
         console.print(f"  hint: {line}", soft_wrap=True)
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
-from embodrl.deployment.topology import GIB
-from embodrl.tools.plan.memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
+from embodrl.preflight.placement import weighed
+from embodrl.preflight.run_memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     Raises:
         EmbodrlError: the number of GPUs is unknown, or the model's files can't be read.
     """
+    loaded = weighed(loaded)
     config = loaded.config
     deployment = loaded.deployment
     obstacles = [f"{problem.key}: {problem.message}" for problem in loaded.obstacles]
@@ -206,8 +207,3 @@ def warnings(deployment: Deployment) -> list[str]:
         if far:
             lines.append(f"node {node}: {far} simulators feed a GPU of another NUMA node")
     return lines
-
-
-def gib(num_bytes: int) -> str:
-    """Return bytes in GiB."""
-    return f"{num_bytes / GIB:.2f}"

@@ -14,9 +14,9 @@ from embodrl.config import load_config
 from embodrl.models.registry import build_policy
 from embodrl.tools.plan.cli import changed
 from embodrl.tools.plan.fit import find_fit
-from embodrl.tools.plan.memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
+from embodrl.preflight.run_memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
 from embodrl.tools.plan.plan import make_plan, per_device
-from embodrl.tools.plan.rollout_memory import recorded_bytes
+from embodrl.preflight.rollout_memory import recorded_bytes
 from embodrl.types import Observation, SamplingParams
 
 CLI = CliRunner()
