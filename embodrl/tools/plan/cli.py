@@ -99,6 +99,8 @@ def train(
             print(json.dumps({**plan.as_json(loaded.config), **added}, indent=2))
         else:
             say_if_random(loaded.config)
+            if loaded.share is not None and loaded.config.divides_devices:
+                print(loaded.share.line)
             show(plan, loaded.config)
             if fit:
                 _show_fit(found, changed(given, found.overrides if found else ()), config)
