@@ -336,7 +336,12 @@ def follow_weights(
 
 def configured(config: ConfigLike, overrides: Sequence[str], verb: Verb) -> LoadedConfig:
     """Return the configuration of a verb that starts simulators; see ``load_config``."""
-    return _measured(_load(config, overrides, verb))
+    loaded = _measured(_load(config, overrides, verb))
+    if verb != "train":
+        return loaded
+    from embodrl.preflight.placement import weighed
+
+    return weighed(loaded)
 
 
 def _load(config: ConfigLike, overrides: Sequence[str], verb: Verb | None = None) -> LoadedConfig:

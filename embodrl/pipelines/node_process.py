@@ -139,7 +139,7 @@ def with_placed_nodes(graph: Graph, config: Config, deployment: Deployment, log_
         EmbodrlError: the launcher lacks a requirement or a resource.
     """
     names = [node.name for node in graph.nodes if node.name in config.pipeline.placement]
-    places = {name: node_places(config, name, deployment.gpus_per_node) for name in names}
+    places = {name: node_places(config, name, deployment) for name in names}
     limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
     start = cast("type[Launcher]", LAUNCHERS.get(config.cluster.launcher))
     launcher = start.for_run([place for found in places.values() for place in found], None, config.cluster, limits)

@@ -10,6 +10,7 @@ import torch
 
 from embodrl.config import LoadedConfig
 from embodrl.errors import CheckpointError
+from embodrl.preflight.placement import weighed
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.storage.checkpoint import CheckpointManager, preflight
@@ -40,7 +41,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
     Raises:
         EmbodrlError: a requirement is missing (before anything has started), or the run failed.
     """
-    loaded = loaded.with_absolute_paths()
+    loaded = weighed(loaded.with_absolute_paths())
     config = loaded.config
     run_dir = run_directory(config)
     check_machine(config, loaded.deployment)
@@ -70,7 +71,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
     for note in loaded.notes:
         if note.code == "schedule-kept":  # the other notes were shown when the run began
             logger.warning("%s %s; %s", note.key, note.message, note.hint)
-    loaded = loaded.with_absolute_paths()
+    loaded = weighed(loaded.with_absolute_paths())
     config = loaded.config
     check_machine(config, loaded.deployment)
     if checkpoint is None:
@@ -102,6 +103,8 @@ def work(session: RunSession) -> TrainResult:
     directory = session.directory
     device = device_of(config, deployment)
     logger.info("device %s, %d threads", device, num_threads(config))
+    for reason in deployment.reasons:
+        logger.info("cluster.placement=%s: %s", config.cluster.placement, reason)
     later = Schedule.of_training(config).evaluations_after
     console = Console(
         config.runner.logger.console, config.runner.max_iterations, directory.name, evaluations_after=later

@@ -46,6 +46,7 @@ from embodrl.trainer.saving import Saver, open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
 from embodrl.trainer.teacher import load_teacher
+from embodrl.trainer.training_share import share_meter
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.policy import build_policy, check_features, check_memory, configure_torch, resolve_device
@@ -304,7 +305,8 @@ def make_trainer(
     late = None if checkpoint is None else finished_since(session.directory, checkpoint, file_name)
     metrics = open_metrics(session, closing, file_name)
     usage = closing.enter_context(UsageMonitor.of_run(session.config, session.deployment))
-    journal = Journal(metrics, view, session.config.model.warm_start is not None, usage)
+    meter = share_meter(session.loaded, session.directory)
+    journal = Journal(metrics, view, session.config.model.warm_start is not None, usage, meter)
     view.restore(journal.rows)
     async_evaluator = None
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):

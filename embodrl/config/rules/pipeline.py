@@ -37,10 +37,10 @@ def pipeline_is_registered(context: Context) -> Iterator[Finding]:
 def placed_nodes_have_devices(context: Context) -> Iterator[Finding]:
     """The devices that nodes are placed on are there."""
     config = context.config
-    gpus = context.solution.gpus_per_node
-    for name in config.pipeline.placement if gpus is not None else ():
+    deployment = context.deployment
+    for name in config.pipeline.placement if deployment is not None else ():
         try:
-            node_places(config, name, gpus)
+            node_places(config, name, deployment)
         except PlacementError as error:
             key = f"pipeline.placement.{name}"
             yield Finding(key, str(error), error.hint, error.allowed)
