@@ -97,15 +97,28 @@ SECTIONS: dict[str, list[Row]] = {
             "Automatic placement",
             "RLinf",
             "plan train cluster=8xh100 cluster.placement=auto",
-            ("unit/deployment/test_placement.py::test_an_automatic_placement_fills_the_cluster",),
-            "from settings and the number of devices; the share of training is given, not measured by the run, memory"
-            " is not considered, and the choice holds for the whole run",
+            (
+                "unit/deployment/test_placement.py::test_an_automatic_placement_fills_the_cluster",
+                "unit/preflight/test_weighed_placement.py::test_the_weighed_placement_is_the_fastest_that_fits",
+                "integration/test_async_runs.py::test_the_first_run_measures_the_share_of_training",
+            ),
+            "chosen before the run, from memories and a share of training that an earlier run may have measured"
+            " (cluster.training_share=auto); it holds for the whole run",
         ),
         Row(
             "Different hardware in one cluster",
             "RLinf",
-            "plan train cluster=2x8xh100 'cluster.node_groups=[{label: sim, node_ranks: 1, hardware: {num_gpus: 0}}]'",
-            remains="all machines are taken to be like the one on which the run starts",
+            "plan train cluster=2x8xh100 actor=fsdp actor.micro_batch_size=20"
+            " 'cluster.node_groups=[{label: sim, node_ranks: 1, hardware: {name: sim, num_gpus: 4, gpu_memory_gib: 48,"
+            " num_cores: 64, memory_gib: 512}}]'",
+            ("unit/deployment/test_placement.py::test_devices_of_machines_that_are_not_alike",),
+            "tested with described machines",
+        ),
+        Row(
+            "Requests of simulators as methods of a manager",
+            "RLinf",
+            "",
+            ("unit/envs/test_proxy.py::test_a_request_is_a_method_that_asks_every_simulator",),
         ),
         Row(
             "Offload between phases",
