@@ -206,12 +206,11 @@ def collect(
     """
     from embodrl.runs.collect import collect as run
     from embodrl.runs.policies import find_policy
-    from embodrl.workers.env import places_here
     from embodrl.workers.parts import acting_policy
 
     if policy is None:
         loaded = configured(config, overrides, "collect")
-        return run(loaded.config, places_here(loaded.deployment))
+        return run(loaded.config, loaded.deployment)
     make: Callable[..., VLAPolicy]
     if isinstance(policy, (str, Path)):
         source = find_policy(Path(policy))
@@ -226,7 +225,7 @@ def collect(
     loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
     with torch_settings():
         acting = acting_policy(loaded, str(policy) if isinstance(policy, (str, Path)) else "a policy", make)
-        return run(loaded.config, places_here(loaded.deployment), acting)
+        return run(loaded.config, loaded.deployment, acting)
 
 
 def _always(policy: VLAPolicy) -> Callable[..., VLAPolicy]:

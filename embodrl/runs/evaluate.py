@@ -21,7 +21,7 @@ from embodrl.workers.env import check_environments, make_pool, places_here
 from embodrl.workers.evaluating import RemoteEvaluator, described
 from embodrl.workers.evaluator import EvalResult
 from embodrl.workers.parts import make_acting, prepare_acting
-from embodrl.workers.policy import build_policy
+from embodrl.workers.policy import build_policy, in_memory
 from embodrl.workers.rollout_backend import evaluator_class
 
 
@@ -60,7 +60,7 @@ def evaluate(
 
         @cache
         def policy() -> VLAPolicy:
-            made = make_policy(_in_memory(config) if apart else config)
+            made = make_policy(in_memory(config) if apart else config)
             output.identify(made)
             return made
 
@@ -82,11 +82,6 @@ def evaluate(
     if harness_path is not None:
         write_json_result(harness_path, output.harness_content(result))
     return evaluation_of(result, output.directory, output.axes)
-
-
-def _in_memory(config: Config) -> Config:
-    """Return the configuration of a policy that is only sent to other processes, and needs no GPU."""
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
 
 
 _Measure = Callable[["str | None", "tuple[Decoding, ...] | None"], EvalResult]

@@ -14,7 +14,6 @@ from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import ChannelTimeout, EnvTimeout, EnvWorkerDied
-from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import dispatch
@@ -22,16 +21,8 @@ from embodrl.types import Decoding
 from embodrl.workers.acting_process import ActingProcess
 from embodrl.workers.env import check_environments, make_pool
 from embodrl.workers.evaluator import EvalProgress, EvalResult, evaluation_result
-from embodrl.workers.remote_backend import (
-    ActingWeights,
-    RemoteProcesses,
-    channels_of,
-    launch_rollouts,
-    make_launcher,
-    rollout_channels,
-)
+from embodrl.workers.remote_backend import StartedProcesses
 from embodrl.workers.rollout_backend import evaluator_class
-from embodrl.workers.weights import LocalSender, WeightChannel
 
 # Numbers of finished episodes in flight; of more, some are dropped.
 _PROGRESS_PLACES = 4
@@ -122,26 +113,10 @@ class RemoteEvaluator:
         train = env.train.model_copy(update={"total_num_envs": env.eval.total_num_envs})
         config = config.model_copy(update={"env": env.model_copy(update={"train": train})})
         self.config = config
-        launcher = make_launcher(config, deployment, trains=False)
-        assert launcher is not None
-        closing.callback(launcher.close)
-        places = deployment.of("rollout")
-        channels = rollout_channels(launcher, len(places))
-        shown = {
-            f"progress_{rank}": launcher.channel(f"progress_{rank}", _PROGRESS_PLACES) for rank in range(len(places))
-        }
-        self._shown: Sequence[Channel] = list(shown.values())
-        group = launch_rollouts(config, deployment, launcher, channels | shown, directory / "logs", EvaluatingProcess)
-        closing.callback(group.close)
-        pipes = list(channels_of(channels, "weights").values())
-        weights = WeightChannel(
-            "collective" if any(place.node for place in places) else "memory",
-            LocalSender(pipes, trained_names(policy), launcher.address),
-            list(channels_of(channels, "answers").values()),
-            directory / "weight_sync",
-        )
-        self.processes = RemoteProcesses(config, group, channels, weights, ActingWeights(policy), lambda: False)
-        closing.callback(self.processes.close)
+        reports = ("progress", _PROGRESS_PLACES)
+        started = StartedProcesses.start(config, deployment, EvaluatingProcess, directory / "logs", reports, closing)
+        self._shown = started.reports
+        self.processes = started.with_policy(policy, directory / "weight_sync", closing)
 
     def num_plays(self, decodings: tuple[Decoding, ...] | None = None) -> int:
         """Return the number of episodes, each counted once per decoding; None for those of ``env.eval.decoding``."""

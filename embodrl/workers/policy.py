@@ -17,7 +17,6 @@ from embodrl.config.policy_card import known_instructions, policy_directory
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models import registry
 from embodrl.models.base import CHECKPOINTING, IMITATION, Decoding, VLAPolicy, check_decoding, require
 from embodrl.models.common.condition import conditioned
@@ -215,12 +214,17 @@ def build_policy(config: Config, device: torch.device | None = None) -> VLAPolic
     return policy
 
 
+def in_memory(config: Config) -> Config:
+    """Return the configuration of a policy that is only sent to other processes, and needs no GPU."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+
+
 @dataclass(frozen=True)
 class RecordedPolicy:
     """A policy that acts in place of experts; ``fingerprint`` is its ``weights_fingerprint``, "" if unknown."""
 
     name: str
-    engine: RolloutEngine
+    policy: VLAPolicy
     fingerprint: str = ""
 
 

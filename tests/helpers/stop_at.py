@@ -20,6 +20,7 @@ import psutil
 POINTS = {
     "act": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.act",
     "decide": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.decide",
+    "expert_actions": "embodrl.envs.pool.pool:EnvPool.expert_actions",
     "vllm_token": "embodrl.hybrid_engines.rollout.vllm.decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.training.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.training.fsdp:FsdpTrainEngine.optimizer_step",
