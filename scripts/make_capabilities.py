@@ -97,15 +97,21 @@ SECTIONS: dict[str, list[Row]] = {
             "Automatic placement",
             "RLinf",
             "plan train cluster=8xh100 cluster.placement=auto",
-            ("unit/deployment/test_placement.py::test_an_automatic_placement_fills_the_cluster",),
-            "from settings and the number of devices; the share of training is given, not measured by the run, memory"
-            " is not considered, and the choice holds for the whole run",
+            (
+                "unit/deployment/test_placement.py::test_an_automatic_placement_fills_the_cluster",
+                "unit/preflight/test_weighed_placement.py::test_the_weighed_placement_is_the_fastest_that_fits",
+                "integration/test_async_runs.py::test_the_first_run_measures_the_share_of_training",
+            ),
+            "from settings, devices, memory and, once a run has measured it, the share of training; the choice holds"
+            " for the whole run",
         ),
         Row(
             "Different hardware in one cluster",
             "RLinf",
-            "plan train cluster=2x8xh100 'cluster.node_groups=[{label: sim, node_ranks: 1, hardware: {num_gpus: 0}}]'",
-            remains="all machines are taken to be like the one on which the run starts",
+            "plan train env=toy cluster=2x8xh100"
+            " 'cluster.node_groups=[{label: cards, node_ranks: 1, hardware: {name: 4xl40, num_gpus: 4}}]'",
+            ("unit/deployment/test_placement.py::test_devices_of_machines_that_are_not_alike",),
+            remains="no run was made on unlike machines; simulators without a policy beside them need env.remote",
         ),
         Row(
             "Offload between phases",

@@ -12,6 +12,7 @@ import torch
 
 from embodrl.config.schema import Config, model_settings
 from embodrl.deployment import Deployment, ProcessPlace
+from embodrl.deployment.solver import hardware_by_node
 from embodrl.deployment.topology import GIB
 from embodrl.hybrid_engines.figures import ModelFigures
 from embodrl.hybrid_engines.training.sharding import blocks_of
@@ -381,7 +382,7 @@ def _available(config: Config, deployment: Deployment, node: int, device: int) -
     if device != HOST:
         gpus = deployment.machines[node].gpus
         return gpus[device].memory_bytes if device < len(gpus) else 0
-    hardware = config.cluster.hardware
+    hardware = hardware_by_node(config.cluster)[node]
     return memory_limit_bytes() if hardware.name is None else int(hardware.memory_gib * GIB)
 
 

@@ -136,16 +136,17 @@ def show(plan: Plan, config: Config) -> None:
     """Print the plan as tables."""
     from rich.console import Console
 
+    from embodrl.tools.plan.plan import machine_kinds
+
     console = Console(highlight=False)
-    hardware = config.cluster.hardware
-    name = f"{hardware.name} (described)" if hardware.name else "this machine"
-    machine = plan.deployment.machines[0]
-    cores = sum(machine.num_cores.values())
-    gpus = len(machine.gpus)
-    console.print(
-        f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s),"
-        f" {gpus} GPU(s)"
-    )
+    kinds = machine_kinds(config, plan.deployment)
+    for kind in kinds:
+        cores = sum(kind.machine.num_cores.values())
+        where = f" ({ranges(kind.nodes)})" if len(kinds) > 1 else ""
+        console.print(
+            f"{kind.name}{' (described)' if kind.described else ''}: {len(kind.nodes)} node(s){where} with {cores}"
+            f" cores, {len(kind.machine.nodes)} NUMA node(s), {len(kind.machine.gpus)} GPU(s)"
+        )
     console.print(f"actor, rollout and env are {plan.deployment.mode}")
     for line in plan.deployment.reasons:
         console.print(f"  {line}", soft_wrap=True, markup=False)
