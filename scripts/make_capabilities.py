@@ -102,17 +102,16 @@ SECTIONS: dict[str, list[Row]] = {
                 "unit/preflight/test_weighed_placement.py::test_the_weighed_placement_is_the_fastest_that_fits",
                 "integration/test_async_runs.py::test_the_first_run_measures_the_share_of_training",
             ),
-            "chosen before the run, from memories and a share of training that an earlier run may have measured"
-            " (cluster.training_share=auto); it holds for the whole run",
+            "from settings, devices, memory and, once a run has measured it, the share of training; the choice holds"
+            " for the whole run",
         ),
         Row(
             "Different hardware in one cluster",
             "RLinf",
-            "plan train cluster=2x8xh100 actor=fsdp actor.micro_batch_size=20"
-            " 'cluster.node_groups=[{label: sim, node_ranks: 1, hardware: {name: sim, num_gpus: 4, gpu_memory_gib: 48,"
-            " num_cores: 64, memory_gib: 512}}]'",
+            "plan train env=toy cluster=2x8xh100"
+            " 'cluster.node_groups=[{label: cards, node_ranks: 1, hardware: {name: 4xl40, num_gpus: 4}}]'",
             ("unit/deployment/test_placement.py::test_devices_of_machines_that_are_not_alike",),
-            "tested with described machines",
+            remains="no run was made on unlike machines; simulators without a policy beside them need env.remote",
         ),
         Row(
             "Requests of simulators as methods of a manager",

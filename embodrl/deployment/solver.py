@@ -195,7 +195,7 @@ def hardware_by_node(cluster: ClusterConfig) -> list[HardwareConfig]:
     """
     found = [cluster.hardware] * cluster.num_nodes
     for group in cluster.node_groups:
-        if group.hardware.name is not None:
+        if group.hardware is not None:
             for node in nodes_of(cluster, group):
                 found[node] = group.hardware
     return found

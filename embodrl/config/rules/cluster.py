@@ -84,15 +84,15 @@ def group_hardware_is_sound(context: Context) -> Iterator[Finding]:
     for index, group in enumerate(cluster.node_groups):
         key = f"cluster.node_groups.{index}.hardware"
         hardware = group.hardware
+        if hardware is None:
+            continue
         if hardware.name is None:
-            if hardware != HardwareConfig():
-                yield Finding(f"{key}.name", "is missing, and a description has one", "name the machines", "text")
+            yield Finding(f"{key}.name", "is missing, and a description has one", "name the machines", "text", at=key)
             continue
         for node in _nodes(cluster, group):
             other = described.setdefault(node, group)
             if other.hardware != hardware:
-                message = f"describes machine {node} as '{hardware.name}', and group '{other.label}' as"
-                message += f" '{other.hardware.name}'"
+                message = f"describes machine {node} as '{hardware.name}', and group '{other.label}' otherwise"
                 yield Finding(key, message, "describe a machine in one group only", "one description of a machine")
                 break
 
@@ -109,15 +109,15 @@ def _descriptions(cluster: ClusterConfig) -> dict[str, HardwareConfig]:
     """Return the described kinds of machines by key."""
     groups = {f"cluster.node_groups.{i}.hardware": group.hardware for i, group in enumerate(cluster.node_groups)}
     found = {"cluster.hardware": cluster.hardware, **groups}
-    return {key: hardware for key, hardware in found.items() if hardware.name is not None}
+    return {key: each for key, each in found.items() if each is not None and each.name is not None}
 
 
-def _description_of_the_first(cluster: ClusterConfig) -> tuple[str, HardwareConfig] | None:
-    """Return the description of the machine on which a run starts, with its key; None if it is not described."""
+def _description_of_the_first(cluster: ClusterConfig) -> tuple[str, HardwareConfig]:
+    """Return the description of the machine on which a run starts, with its key."""
     for index, group in enumerate(cluster.node_groups):
-        if group.hardware.name is not None and 0 in _nodes(cluster, group):
+        if group.hardware is not None and 0 in _nodes(cluster, group):
             return f"cluster.node_groups.{index}.hardware", group.hardware
-    return None if cluster.hardware.name is None else ("cluster.hardware", cluster.hardware)
+    return "cluster.hardware", cluster.hardware
 
 
 @rule(KEY, "cluster.placement", "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
@@ -145,10 +145,9 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
         message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows only this machine"
         hint = f"set cluster.launcher={able}, or num_nodes to 1; `embodrl plan train` plans for any number"
         yield Finding("cluster.num_nodes", message, hint, f"1, or launcher {able}", others=("cluster.launcher",))
-    first = _description_of_the_first(cluster)
-    if first is None:
+    key, hardware = _description_of_the_first(cluster)
+    if hardware.name is None:
         return
-    key, hardware = first
     facts = [
         (hardware.num_gpus, 0 if cluster.device == "cpu" else len(machine.gpus), "GPU(s)"),
         (hardware.num_cores, machine.num_cpus, "cores"),

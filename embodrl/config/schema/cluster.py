@@ -43,8 +43,8 @@ class NodeGroupConfig(Section):
 
     label: str = Field(description="name used by placements; `node` is reserved for whole machines")
     node_ranks: Ranks = Field(default="all", description="machines, e.g. 0-1 or 0,2")
-    hardware: HardwareConfig = Field(
-        default=HardwareConfig(), description="what these machines have; without a name, the same as the others"
+    hardware: HardwareConfig | None = Field(
+        default=None, description="what these machines have, with a name; null: cluster.hardware"
     )
 
 
