@@ -84,20 +84,20 @@ def add_critic(policy: VLAPolicy, config: Config, directory: Path | None, report
     Raises:
         CheckpointError: the file is damaged.
     """
-    settings, env, device = config.algorithm.critic, config.env, policy.device
+    settings, env = config.algorithm.critic, config.env
     cameras = len(env.cameras) if env.include_images else 0
     spec = ObservationSpec(cameras, settings.max_state_dim if env.include_state else 0, len(env.tasks))
     by_action = config.model.value_head.output == "action"
     critic = OwnCritic(spec, settings.hidden_sizes, policy.num_action_chunks if by_action else 1)
     critic.init_weights(torch.Generator().manual_seed(config.runner.seed))
-    policy.value_head = critic.to(device)
+    policy.value_head = critic.to(policy.device)
     path = None if directory is None else directory / VALUE_HEAD_FILE
     if path is None or not path.is_file():
         return
     wanted = {name: tuple(tensor.shape) for name, tensor in critic.state_dict().items()}
     if checkpoint.stored_shapes([path]) == wanted:
         report.ignored.pop(path.name, None)
-        checkpoint.load_strict(critic, [path], report, device=device, dtype=torch.float32)
+        checkpoint.load_strict(critic, [path], report, device=policy.device, dtype=torch.float32)
         return
     report.ignored[path.name] = "it is of a critic of another kind or size"
     logger.warning("%s is not used: %s; initializing a new one", path, report.ignored[path.name])

@@ -14,7 +14,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
 from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, RolloutParts
 from embodrl.hybrid_engines.rollout.native import max_batch_rows
-from embodrl.hybrid_engines.rollout.vllm.decoder import VllmDecoder
+from embodrl.hybrid_engines.rollout.vllm.decoder import DecodeLimits, VllmDecoder
 from embodrl.hybrid_engines.rollout.vllm.spec import VllmConfig
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
@@ -50,8 +50,7 @@ class VllmRolloutEngine(RolloutEngine):
 
     Args:
         policy, config, sampling, seed, num_threads, part: see RolloutEngine.
-        max_num_seqs: rows that vLLM decodes at once; further rows wait.
-        max_num_batched_tokens: tokens of a step at most; None for those of ``max_num_seqs`` rows.
+        limits: rows and tokens that vLLM processes at once.
 
     Raises:
         EmbodrlError: the policy does not decode token by token.
@@ -66,8 +65,7 @@ class VllmRolloutEngine(RolloutEngine):
         seed: int,
         num_threads: int = 1,
         part: tuple[int, int] = (0, 1),
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int | None = None,
+        limits: DecodeLimits = DecodeLimits(),
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
@@ -85,8 +83,7 @@ class VllmRolloutEngine(RolloutEngine):
             policy.model,
             dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
             max_length=longest,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            limits=limits,
             num_threads=self.num_threads,
             can_sleep=self._sleeps,
         )
@@ -180,4 +177,4 @@ def make(parts: RolloutParts) -> VllmRolloutEngine:
     """Return the engine of a rollout."""
     settings = section_in(parts.config.rollout, "vllm", VllmConfig)
     rows = settings.max_num_seqs or max_batch_rows(parts.config)
-    return VllmRolloutEngine(*parts.common, rows, settings.max_num_batched_tokens)
+    return VllmRolloutEngine(*parts.common, DecodeLimits(rows, settings.max_num_batched_tokens))
