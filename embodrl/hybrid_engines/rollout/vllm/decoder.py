@@ -135,8 +135,8 @@ class VllmDecoder:
             )
         if limits.tokens(max_length) < max_length:
             raise EmbodrlError(
-                f"rollout.vllm.max_num_batched_tokens={limits.max_num_batched_tokens} is less than the {max_length} tokens of"
-                " a row, which are processed in one piece",
+                f"rollout.vllm.max_num_batched_tokens={limits.max_num_batched_tokens} is less than the {max_length}"
+                " tokens of a row, which are processed in one piece",
                 f"set it to {max_length} or more, or to null",
                 code="vllm-tokens",
             )

@@ -65,7 +65,7 @@ class VllmRolloutEngine(RolloutEngine):
         seed: int,
         num_threads: int = 1,
         part: tuple[int, int] = (0, 1),
-        limits: DecodeLimits = DecodeLimits(),
+        limits: DecodeLimits | None = None,
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
@@ -83,7 +83,7 @@ class VllmRolloutEngine(RolloutEngine):
             policy.model,
             dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
             max_length=longest,
-            limits=limits,
+            limits=limits or DecodeLimits(),
             num_threads=self.num_threads,
             can_sleep=self._sleeps,
         )
