@@ -99,6 +99,26 @@ def tuned(stopped: tuple[Path, Outcome], config: Path, tmp_path_factory: pytest.
 
 
 @pytest.mark.long
+def test_fine_tuning_on_two_datasets_continues_bit_exactly(
+    stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    outcome = collect(config, other, "raw", "collect.num_episodes=2", "collect.seed=900000")
+    assert outcome.code == 0, outcome.stderr
+    mixture = (f"sft.further_data=[{other}]", "sft.data_weights=[0.3,0.7]", "sft.random_shift_px=1")
+    outcome = sft(config, stopped[0], tmp_path / "whole", *mixture)
+    assert outcome.code == 0 and f"2 episodes, 42 frames from {other}" in outcome.stdout, outcome.stderr
+    outcome = sft(config, stopped[0], tmp_path / "parts", *mixture, stop_at="sft_step:7:SIGINT")
+    assert outcome.code == 130, outcome.stderr
+    outcome = embodrl("resume", tmp_path / "parts")
+    assert outcome.code == 0, outcome.stderr
+    whole, parts = (load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(whole[name].equal(parts[name]) for name in whole)
+    outcome = sft(config, stopped[0], tmp_path / "wrong", f"sft.further_data=[{tmp_path}]")
+    assert outcome.code == 2 and "code: dataset-missing" in outcome.stderr
+
+
+@pytest.mark.long
 def test_fine_tuning_keeps_its_best_policy_and_ends_early(
     stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
