@@ -133,8 +133,8 @@ def work(session: RunSession) -> int:
         apart = "" if held_out is None else f", of which {held_out.num_episodes} episodes are held out"
         progress.message(f"{every.num_episodes} episodes, {len(every.actions)} frames from {settings.data_dir}{apart}")
         further = load_further_demos(config, every)
-        for directory, more in zip(settings.further_data, further, strict=True):
-            progress.message(f"{more.num_episodes} episodes, {len(more.actions)} frames from {directory}")
+        for source, more in zip(settings.further_data, further, strict=True):
+            progress.message(f"{more.num_episodes} episodes, {len(more.actions)} frames from {source}")
         sizes = [len(one.actions) for one in (demos, *further)]
         if further:
             demos = Demos.concat([observed(one, config) for one in (demos, *further)])

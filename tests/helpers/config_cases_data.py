@@ -33,7 +33,7 @@ DATA = [
         "a weight too few",
         "sft.data_weights",
         "every-dataset-has-a-weight",
-        ("sft.data_weights=[1]", "sft.further_data=[tests]"),
+        ("sft.data_weights=[1]", "sft.further_data=[/]"),
         names="2 numbers",
     ),
     Wrong("unknown axis", "axes", "axes-are-of-the-environment", ("axes=light,ligth",), names="light"),

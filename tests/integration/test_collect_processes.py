@@ -22,7 +22,7 @@ TRAIN = (
 )
 
 
-def dataset(directory: Path, *more: str, **options: Any) -> tuple[dict[str, bytes], object]:
+def dataset(directory: Path, *more: str, **options: Any) -> tuple[dict[str, bytes], Any]:
     """Return the bytes of a collection's data files, and its description without the directory."""
     done = embodrl("collect", *ORDER, *more, f"collect.output_dir={directory}", **options)
     assert done.code == 0, done.stderr

@@ -300,7 +300,7 @@ def test_fine_tuning_that_fails_at_its_start_leaves_no_directory(tmp_path):
 def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_path, monkeypatch):
     policy = ToyPolicy()
     monkeypatch.setattr(ToyPolicy, "decodings", ("greedy",))
-    for name in ("read_facts", "check_range", "check_instructions"):
+    for name in ("check_mixed_facts", "check_range", "check_instructions"):
         monkeypatch.setattr(verb, name, lambda *_: None)
     monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(8))
     monkeypatch.setattr(verb, "policy_with_statistics", lambda config, *_: (config, policy))
