@@ -411,6 +411,7 @@ RULES = [
         "rollout.backend",
         "critic-network-has-its-engines",
         ("rollout.backend=remote", "rollout.remote.urls=['http://127.0.0.1:1']", "algorithm.critic.kind=network"),
+        more=("rollout.publish_weights",),
     ),
     Wrong(
         "a node on devices that are not there",
