@@ -76,5 +76,7 @@ def test_rewards_and_a_teacher(teacher: Path, tmp_path: Path) -> None:
 def test_a_teacher_of_another_kind_is_refused(teacher: Path, tmp_path: Path) -> None:
     with raises_code("checkpoint-is-of-the-family", ConfigError):
         embodrl.load_config(["env=toy", "model=openvla", "algorithm=opd", f"algorithm.teacher={teacher}"])
+    with raises_code("teacher-exists", ConfigError):
+        distil(tmp_path / "run", teacher, 1, "model.num_action_chunks=2")
     with raises_code("teacher-differs", CheckpointError):
         distil(tmp_path / "run", teacher, 1, "model.trainable=head")

@@ -149,7 +149,7 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
         yield Finding("model.warm_start", message, better or hint, "builtin, an existing directory, null", near)
 
 
-@rule("algorithm.teacher", "algorithm.kl.coef", "algorithm.adv_type")
+@rule("algorithm.teacher", "algorithm.kl.coef", "algorithm.adv_type", "model.num_action_chunks")
 def teacher_exists(context: Context) -> Iterator[Finding]:
     """A teacher is a directory with a policy; without advantages there is one to learn from."""
     algorithm = context.config.algorithm
@@ -164,6 +164,14 @@ def teacher_exists(context: Context) -> Iterator[Finding]:
     for message, better in _no_policy(key, algorithm.teacher):
         hint = "give a directory made by `embodrl train`, `sft` or `export`"
         yield Finding(key, message, better or hint, "an existing directory, null")
+    card = read_card(Path(algorithm.teacher).expanduser())
+    chunk = None if card is None else card.get("num_action_chunks")
+    if chunk not in (None, context.config.model.num_action_chunks):
+        message = (
+            f"was trained with chunks of {chunk} actions, and the policy has {context.config.model.num_action_chunks}"
+        )
+        hint = f"set model.num_action_chunks={chunk}, or choose another teacher"
+        yield Finding(key, message, hint, others=("model.num_action_chunks",))
 
 
 def _no_policy(key: str, directory: str) -> Iterator[tuple[str, str]]:
