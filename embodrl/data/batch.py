@@ -186,7 +186,7 @@ class Batch:
     def pop(self, *keys: Key) -> Self:
         """Remove columns from this batch and return them as a batch; on BatchKeyError nothing is removed."""
         # Select first: if a name is unknown, nothing is removed.
-        taken = Batch.select(self, *keys)  # a subclass may spell it otherwise
+        taken = cast("Self", Batch.select(self, *keys))  # a subclass may spell it otherwise
         for key in keys:
             if key in self.objects:
                 del self.objects[cast(str, key)]

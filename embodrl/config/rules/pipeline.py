@@ -38,7 +38,9 @@ def placed_nodes_have_devices(context: Context) -> Iterator[Finding]:
     """The devices that nodes are placed on are there."""
     config = context.config
     deployment = context.deployment
-    for name in config.pipeline.placement if deployment is not None else ():
+    if deployment is None:
+        return
+    for name in config.pipeline.placement:
         try:
             node_places(config, name, deployment)
         except PlacementError as error:

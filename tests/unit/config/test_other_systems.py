@@ -273,7 +273,7 @@ LINES = {
         ("colocate=true", "cluster.placement"),
         ("pipeline_model_parallel_size=1", ""),
         ("hidden_size=4096", ""),
-        ("ref_load=/root/model", "algorithm.teacher"),
+        ("ref_load=models/reference", "algorithm.teacher"),
         ("num_rollout=3000", "runner.max_iterations"),
     ],
     "siiRL": [
