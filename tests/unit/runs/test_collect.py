@@ -386,11 +386,12 @@ def test_an_expert_that_always_fails_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_envs", [1, 3])
 def test_a_dataset_does_not_depend_on_how_many_attempts_run_at_once(num_envs: int, tmp_path: Path) -> None:
-    settings = ("env.tasks=[reach-red,reach-green,reach-blue]", "collect.noise_fraction=0.5", "collect.noise_std=0.2")
-    tasks = ("reach-red", "reach-green", "reach-blue")
+    settings = ("collect.noise_fraction=0.5", "collect.noise_std=0.2", "collect.num_episodes=7")
+    tasks = ("reach-red", "reach-green", "reach-blue")  # the last one is the pool's alone
     found = {}
     for size in (NUM_ENVS, num_envs):
-        chosen = config(tmp_path / str(size), *settings, "collect.num_episodes=7")
+        chosen = config(tmp_path / str(size), *settings)
+        chosen = chosen.model_copy(update={"env": chosen.env.model_copy(update={"tasks": tasks})})
         collector = collect(chosen, ToyPool(tasks=tasks, num_envs=size))
         found[size] = (*contents(tmp_path / str(size)), collector.tried.tolist(), collector.solved.tolist())
     assert found[num_envs] == found[NUM_ENVS]
