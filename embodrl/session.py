@@ -229,8 +229,9 @@ class Session:
 
 
 def _run(walk: Walk, node: GraphNode, *inputs: object) -> object:
+    """Run a node; its output is the script's alone. After an error it may be repeated."""
     value, metrics = walk.begin(node, inputs).call()
-    walk.end(node, value, metrics)
+    walk.end(node, None, metrics)
     return value
 
 

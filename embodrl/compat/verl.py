@@ -38,6 +38,8 @@ class DataProto(Batch):
         Raises:
             BatchShapeError: sizes differ.
         """
+        if num_batch_dims == 2 and not tensors:
+            raise BatchShapeError("two batch dimensions, and no tensor to tell them", "pass a tensor [T,N,...]")
         size = None if num_batch_dims == 1 else [*next(iter((tensors or {}).values())).shape[:num_batch_dims]]
         return cls(dict(tensors or {}), non_tensors, meta_info, size)
 
@@ -128,7 +130,14 @@ class DataProto(Batch):
 
 def _equal(left: object, right: object) -> bool:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
+        return isinstance(left, Tensor) and isinstance(right, Tensor) and _equal_tensors(left, right)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_equal(left[name], right[name]) for name in left)
     return bool(np.array_equal(np.asarray(left, object), np.asarray(right, object)))
+
+
+def _equal_tensors(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors are the same, NaN included."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())

@@ -89,15 +89,19 @@ class LoadedConfig:
         return replace(loaded, share=share, processes=replace(self.processes, num_processes=number, measured=True))
 
     def with_absolute_paths(self) -> Self:
-        """Return a copy with absolute paths to the model's files, so that it is valid from any directory."""
+        """Return a copy with absolute paths to the files of the model and its teacher, valid from any directory."""
         model = self.config.model
         changes = {
             name: str(Path(text).expanduser().absolute())
             for name in ("model_path", "warm_start", "lora_path", "stats_path")
             if (text := getattr(model, name)) is not None and path_kind(text) and text != BUILTIN
         }
-        config = self.config.model_copy(update={"model": model.model_copy(update=changes)})
-        return replace(self, config=config)
+        algorithm = self.config.algorithm
+        if algorithm.teacher is not None:
+            teacher = str(Path(algorithm.teacher).expanduser().absolute())
+            algorithm = algorithm.model_copy(update={"teacher": teacher})
+        changed = {"model": model.model_copy(update=changes), "algorithm": algorithm}
+        return replace(self, config=self.config.model_copy(update=changed))
 
     def to_yaml(self, with_origin: bool = False) -> str:
         """Return the whole configuration as YAML that ``load_resolved`` reads, optionally with origins as comments."""

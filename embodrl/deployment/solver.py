@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -39,7 +40,8 @@ class Deployment:
     """The placement of a run. Workers read it instead of probing the machine, where they see only their own share.
 
     Attributes:
-        processes: actor, rollout, env, and with ``runner.eval_async`` eval and eval_env, each by rank.
+        processes: actor, rollout, env, those of ``pipeline.placement`` (``node_component``), and with
+            ``runner.eval_async`` eval and eval_env, each by rank.
         mode: whether components share devices.
         machines: hardware of each machine, by node.
         gpus_per_node: GPUs of the machine with most that the components may use.
@@ -292,6 +294,13 @@ def _place(config: Config, gpus: Sequence[int]) -> tuple[dict[str, list[ProcessP
 
 
 def _place_component(config: Config, component: str, text: str, pools: Mapping[str, Pool]) -> list[ProcessPlace]:
+    label, ranks = _labelled(text, pools)
+    count = config.env.num_processes if component == "env" else None
+    return assign(component, ranks, pools[label], count, is_single(config, component))
+
+
+def _labelled(text: str, pools: Mapping[str, Pool]) -> tuple[str, str]:
+    """Return the label of a known pool, and the ranks, of a placement."""
     label, ranks = split_group(text)
     if label not in pools:
         near = nearest(label, [name for name in pools if name])
@@ -300,8 +309,23 @@ def _place_component(config: Config, component: str, text: str, pools: Mapping[s
             f"write {near}/{ranks}" if near else "define it in cluster.node_groups",
             ", ".join(name for name in pools if name),
         )
-    count = config.env.num_processes if component == "env" else None
-    return assign(component, ranks, pools[label], count, is_single(config, component))
+    return label, ranks
+
+
+def node_places(config: Config, name: str, gpus: Sequence[int]) -> list[ProcessPlace]:
+    """Return the places of a node in ``pipeline.placement``; ``gpus`` are the numbers of GPUs by machine.
+
+    Raises:
+        PlacementError: there are no such devices, or no such node group.
+    """
+    pools = pools_of(config.cluster, gpus)
+    label, ranks = _labelled(config.pipeline.placement[name], pools)
+    return assign(node_component(name), ranks, pools[label])
+
+
+def node_component(name: str) -> str:
+    """Return the component of a node's processes in a deployment."""
+    return f"node_{name}"
 
 
 def _deploy(
@@ -320,6 +344,10 @@ def _deploy(
         processes.append(replace(place, cpus=cpus, numa_node=node if cpus else None, visible=visible))
     simulators = [replace(place, visible=_visible(place, machine, gpus[place.node])) for place in places["env"]]
     processes += _pin_simulators(config, simulators, machines)
+    for name in config.pipeline.placement:
+        with suppress(PlacementError):  # reported by the rule about placed nodes
+            nodes = node_places(config, name, gpus)
+            processes += [replace(place, visible=_visible(place, machine, gpus[place.node])) for place in nodes]
     if config.runner.eval_async:
         processes += _async_evaluation_places(config, processes, machines[0], machine, gpus[0])
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))

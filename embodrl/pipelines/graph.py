@@ -70,8 +70,10 @@ class Pipeline:
 
     def is_built_in(self, name: str) -> bool:
         """Return whether a node is one of embodrl's own."""
-        fn = self._specs[name].fn
-        return isinstance(fn, str) and fn.startswith("embodrl.")
+        try:
+            return resolve(self._specs[name].fn)[1].startswith("embodrl.")
+        except EmbodrlError:
+            return False  # reported by the checks of nodes
 
     def add_node(
         self,

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+
+import numpy as np
+import torch
 
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.deployment import Deployment, ProcessPlace
-from embodrl.deployment.nodes import node_places
+from embodrl.deployment.solver import node_component
 from embodrl.errors import PipelineError, WorkerDied
 from embodrl.names import import_function
 from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, GraphNode
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of
-from embodrl.processes.liveness import Limits
 from embodrl.scheduler.group import WorkerGroup
-from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.worker import Arguments, Worker, dispatch
-from embodrl.specs import LAUNCHERS
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,28 @@ def shares(size: int, args: tuple[object, ...], kwargs: dict[str, object]) -> li
 
 
 def _slices(batch: Batch, size: int) -> list[Batch]:
-    ends = [len(batch) * rank // size for rank in range(size + 1)]
-    return [batch[start:end] for start, end in itertools.pairwise(ends)]
+    return [batch[start:end] for start, end in itertools.pairwise(_ends(len(batch), size))]
+
+
+def _ends(rows: int, size: int) -> list[int]:
+    """Return where the shares of ``size`` processes begin and end."""
+    return [rows * rank // size for rank in range(size + 1)]
 
 
 class NodeProcess(Worker):
     """Runs the function of a node on its share of the environments."""
 
-    def __init__(self, config: Config, label: str) -> None:
+    def __init__(self, config: Config, label: str, num_threads: int) -> None:
         self.config = config
         self.fn: Callable[..., object] = import_function(label)
+        torch.set_num_threads(num_threads)
 
     @dispatch(shares)
     def run_node(self, iteration: int, *inputs: object) -> tuple[object, Metrics]:
-        """Return the node's value and metrics."""
+        """Return the node's value and metrics; what it draws follows from seed, iteration and rank."""
+        seed = np.random.SeedSequence([self.config.runner.seed, iteration, self.rank]).generate_state(1)[0]
+        for seeded in (random.seed, np.random.seed, torch.manual_seed):
+            seeded(int(seed))
         context = NodeContext(self.config, iteration, self.rank, self.world_size)
         return outcome_of(self.fn(context, *inputs))
 
@@ -71,32 +79,45 @@ class PlacedNode:
     """The function of a node that runs in processes, which start with its first call.
 
     A lost process fails the call; another attempt (``retries``) starts all of them again.
+
+    Args:
+        group: the processes, not launched yet.
+        places: of the processes.
+        log_dir: directory of their output.
     """
 
-    def __init__(
-        self, config: Config, label: str, places: Sequence[ProcessPlace], launcher: Launcher, log_dir: Path
-    ) -> None:
-        self._name = places[0].component
+    def __init__(self, group: WorkerGroup, places: Sequence[ProcessPlace], log_dir: Path) -> None:
+        self._group = group
         self._places = places
-        self._launcher = launcher
         self._log_dir = log_dir
-        self._group = WorkerGroup(NodeProcess, f"node_{self._name}", config=config, label=label)
 
     def __call__(self, context: PipelineContext, *inputs: object) -> tuple[object, Metrics]:
-        """Return the joined value of all processes, and the means of their metrics.
+        """Return the joined value of all processes, and the means of their metrics, weighted by rows.
 
         Raises:
-            PipelineError: the values can't be joined.
+            PipelineError: an input can't be shared out, or the values can't be joined.
             WorkerError: the function raised in a process, or one has died.
         """
+        name = self._group.name
+        if strange := [
+            value for value in inputs if not (value is None or isinstance(value, Batch | bool | int | float))
+        ]:
+            raise PipelineError(
+                f"{name} gets {described(strange[0])}, which can't be shared out among processes",
+                "take batches, numbers or None from the nodes before; run this node in the main process",
+                code="pipeline-node-input",
+            )
         if not self._group.world_size:
-            self._group.launch(self._places, self._launcher, log_dir=self._log_dir)
+            self._group.launch(self._places, "process", log_dir=self._log_dir)
         try:
             found: list[tuple[object, Metrics]] = self._group.run_node(context.iteration, *inputs).result()
         except WorkerDied:
             self._group.kill()
             raise
-        return _joined(self._name, [value for value, _ in found]), _means([metrics for _, metrics in found])
+        rows = next((len(value) for value in inputs if isinstance(value, Batch)), 0)
+        weights = np.diff(_ends(rows, len(found))) if rows else np.ones(len(found))
+        metrics = _means([metrics for _, metrics in found], weights.tolist())
+        return _joined(name, [value for value, _ in found]), metrics
 
     def close(self) -> None:
         """End the processes."""
@@ -110,19 +131,22 @@ def _joined(node: str, values: Sequence[object]) -> object:
     if len(batches) == len(values):
         return type(batches[0]).concat(batches)
     raise PipelineError(
-        f"the processes of node '{node}' returned {', '.join(map(described, values))}",
+        f"the processes of {node} returned {', '.join(map(described, values))}",
         "return a batch, whose rows are joined, or None",
         code="pipeline-node-result",
     )
 
 
-def _means(found: Sequence[Metrics]) -> Metrics:
-    """Return the mean of each metric over the processes that know it."""
-    known: dict[str, list[float]] = {}
-    for metrics in found:
+def _means(found: Sequence[Metrics], weights: Sequence[float]) -> Metrics:
+    """Return the weighted mean of each metric over the processes that know it."""
+    known: dict[str, list[tuple[float, float]]] = {}
+    for metrics, weight in zip(found, weights, strict=True):
         for name, value in metrics.items():
-            known.setdefault(name, []).extend([] if value is None else [value])
-    return {name: sum(values) / len(values) if values else None for name, values in known.items()}
+            known.setdefault(name, []).extend([] if value is None else [(value, weight)])
+    return {
+        name: sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs) if pairs else None
+        for name, pairs in known.items()
+    }
 
 
 def with_placed_nodes(graph: Graph, config: Config, deployment: Deployment, log_dir: Path, closing: ExitStack) -> Graph:
@@ -134,20 +158,15 @@ def with_placed_nodes(graph: Graph, config: Config, deployment: Deployment, log_
         deployment: placement of the run.
         log_dir: directory of the processes' output.
         closing: ends them.
-
-    Raises:
-        EmbodrlError: the launcher lacks a requirement or a resource.
     """
-    names = [node.name for node in graph.nodes if node.name in config.pipeline.placement]
-    places = {name: node_places(config, name, deployment) for name in names}
-    limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
-    start = cast("type[Launcher]", LAUNCHERS.get(config.cluster.launcher))
-    launcher = start.for_run([place for found in places.values() for place in found], None, config.cluster, limits)
-    closing.callback(launcher.close)
     nodes: list[GraphNode] = []
     for node in graph.nodes:
-        if node.name in places:
-            placed = PlacedNode(config, node.label, places[node.name], launcher, log_dir)
+        if places := deployment.of(node_component(node.name)):
+            threads = config.cluster.num_threads or max(1, deployment.num_cpus // len(places))
+            group = WorkerGroup(
+                NodeProcess, node_component(node.name), config=config, label=node.label, num_threads=threads
+            )
+            placed = PlacedNode(group, places, log_dir)
             closing.callback(placed.close)
             node = replace(node, fn=placed)
         nodes.append(node)

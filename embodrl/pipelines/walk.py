@@ -70,7 +70,10 @@ class Walk:
         """
         while True:
             self._collect()
-            ready = [node for node in self._left if all(name in self._found for name in node.deps)]
+            begun = [*self._running.values()]
+            ready = [
+                node for node in self._left if node not in begun and all(name in self._found for name in node.deps)
+            ]
             if len(ready) + len(self._running) > 1:
                 for node in (node for node in ready if node.role in BESIDE):
                     self._submit(node)
@@ -87,13 +90,13 @@ class Walk:
             inputs: in place of the outputs of the nodes that it depends on; None for those.
         """
         self._on_node(node)
-        self._left.remove(node)
         self._may_stop = self._may_stop and node.role not in CHANGES
         outputs = self._outputs.of(node)
         return BegunNode(self._graph.name, node, self._context, outputs if inputs is None else inputs, self._may_stop)
 
     def end(self, node: GraphNode, value: object, metrics: Metrics) -> None:
-        """Keep what a node has returned."""
+        """Keep what a node has returned; until then it may begin again, with inputs of the caller's."""
+        self._left.remove(node)
         self._outputs.add(node, value)
         self._found[node.name] = metrics
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from embodrl.config.schema import Config
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.options import VALUE_GROUP
 from embodrl.models.base import VLAPolicy
@@ -28,13 +28,11 @@ def load_teacher(config: Config, policy: VLAPolicy, engine: TrainEngine) -> None
             run does not train, which policy and reference share (``teacher-differs``).
         EmbodrlError: it can't be loaded.
     """
-    directory = config.algorithm.teacher
-    model = config.model.model_copy(update={"model_path": None, "lora_path": None, "warm_start": directory})
-    second = build_policy(config.model_copy(update={"model": model}), torch.device("cpu"))
-    if not _same(getattr(second, "stats", None), getattr(policy, "stats", None)):
+    second = _build(config)
+    if not all(_same(*pair) for pair in zip(_conventions(second), _conventions(policy), strict=True)):
         raise CheckpointError(
-            f"the teacher {directory} has other action statistics than the policy: its actions mean something else",
-            "distil from a policy that was trained with the same dataset statistics",
+            f"the teacher {config.algorithm.teacher} and the policy differ in what their inputs or actions mean",
+            "distil from a policy of the same architecture, trained with the same statistics of actions and states",
             code="teacher-differs",
         )
     teacher = second.state_dict()
@@ -43,17 +41,40 @@ def load_teacher(config: Config, policy: VLAPolicy, engine: TrainEngine) -> None
     critic = {id(parameter) for parameter in policy.trainable_groups().get(VALUE_GROUP, [])}
     of_critic = {name for name, parameter in policy.named_parameters() if id(parameter) in critic}
     shared = {name: weight for name, weight in policy.state_dict().items() if name not in {*reference, *of_critic}}
-    differing = [name for name, weight in shared.items() if not torch.equal(teacher[name], weight.cpu())]
+    missing = [name for name in (*shared, *reference) if name not in teacher]
+    differing = missing or [name for name, weight in shared.items() if not torch.equal(teacher[name], weight.cpu())]
     if differing:
         raise CheckpointError(
-            f"the teacher {directory} differs from the policy in {len(differing)} weights that are not trained, such as"
-            f" '{differing[0]}'; they share these",
+            f"the teacher {config.algorithm.teacher} differs from the policy in {len(differing)} weights that are not"
+            f" trained, such as '{differing[0]}'; they share these",
             "start from the weights that the teacher was trained from, and train the same parts (model.trainable,"
-            " model.freeze_vision, model.lora)",
+            " model.freeze_vision)",
             code="teacher-differs",
         )
     saved.tensors["reference"] = {name: teacher[name] for name in reference}
     engine.load_state_dict(saved)
+
+
+def _build(config: Config) -> VLAPolicy:
+    """Return the teacher, on the CPU; loaded as the policy is, with its own statistics."""
+    directory = config.algorithm.teacher
+    from_checkpoint = config.model.model_path is not None
+    places = {"model_path": directory, "warm_start": None} if from_checkpoint else {"warm_start": directory}
+    model = config.model.model_copy(update={**places, "stats_path": None, "lora_path": None})
+    try:
+        return build_policy(config.model_copy(update={"model": model}), torch.device("cpu"))
+    except EmbodrlError as error:
+        error.add(f"while loading algorithm.teacher={directory}")
+        raise
+
+
+def _conventions(policy: VLAPolicy) -> tuple[object, ...]:
+    """Return what, besides weights, decides what a policy's inputs and outputs mean."""
+    network = getattr(policy, "model", None)
+    sizes = (policy.num_action_chunks, policy.action_dim, policy.action_horizon)
+    buffers = tuple(sorted(name for name, _ in policy.named_buffers()))
+    of_network = (getattr(network, name, None) for name in ("spec", "config"))
+    return sizes, buffers, *of_network, getattr(policy, "stats", None)
 
 
 def _same(left: object, right: object) -> bool:

@@ -176,17 +176,28 @@ def test_the_steps_of_a_session_have_an_order(tmp_path: Path, monkeypatch: pytes
         for step in (session.rollout, session.sync):
             with raises_code("session-order", EmbodrlError, "train"):
                 step()
+        with pytest.raises(EmbodrlError):
+            session.advantages(batch.select("rewards"))  # an error leaves the step to be taken again
+        assert isinstance(session.advantages(batch), embodrl.Advantages)
+        with raises_code("session-order", EmbodrlError, "train"):
+            session.advantages(batch)
+        session.train(batch, made(batch))
+        assert session.sync()["iteration"] == 1
+        batch = session.rollout()
         # Of one's own, in place of session.advantages.
-        rewards = batch.rewards.sum(-1, keepdim=True)
-        made = embodrl.Advantages(rewards, rewards, batch.valid.any(-1, keepdim=True))
-        learned = session.train(batch, made)
+        learned = session.train(batch, made(batch))
         assert "train/policy_loss" in learned and "time/advantage_s" not in learned
         with raises_code("session-order", EmbodrlError, "sync"):
-            session.train(batch, made)
-        assert session.sync()["iteration"] == session.iteration == 1
+            session.train(batch, made(batch))
+        assert session.sync()["iteration"] == session.iteration == 2
         session.save(tmp_path / "run" / "policy")
     with raises_code("run-exists"), embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / 'run'}"]):
         pass
+
+
+def made(batch: embodrl.TrajectoryBatch) -> embodrl.Advantages:
+    rewards = batch.rewards.sum(-1, keepdim=True)
+    return embodrl.Advantages(rewards, rewards, batch.valid.any(-1, keepdim=True))
 
 
 def interrupted(*_: object) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from expect import raises_code
 from runs import TINY
 from safetensors.torch import load_file
 
 import embodrl
 from embodrl.config import load_config
+from embodrl.errors import EmbodrlError
 from embodrl.models.common.heads import VALUE_HEAD_FILE
 from embodrl.models.common.own_critic import own_critic
 from embodrl.reporting.rows import is_measured
 from embodrl.runs.train import resume
+from embodrl.types import Observation
 from embodrl.workers.policy import build_policy
 
 pytestmark = pytest.mark.slow
+TASKS = np.zeros(2, np.int32)
 OWN = ("algorithm.critic.kind=network", "algorithm.critic.hidden_sizes=[32]", "algorithm.critic.max_state_dim=8")
 SHORT = ("runner.eval_interval=0", "runner.eval_at_start=false", "actor.optim.lr_scheduler=constant", "extensions=[]")
 
@@ -59,6 +65,24 @@ def test_a_policy_is_loaded_with_its_critic_if_that_fits(tmp_path: Path) -> None
     other = own_critic(build_policy(load_config(larger, config).config))
     assert other is not None and other.head.out.weight.shape[1] == 48
     assert own_critic(build_policy(load_config(again, config).config)) is None
+
+
+def test_a_critic_of_the_state_alone_is_told_from_a_damaged_head(tmp_path: Path) -> None:
+    small = ["env=toy", "model=mlp", "env.state=full", "env.num_processes=1", "env.train.total_num_envs=4", *SHORT[:3]]
+    small += ["env.train.max_steps_per_rollout_epoch=10", "actor.global_batch_size=8", "actor.micro_batch_size=8"]
+    small += ["actor.optim.critic_warmup_iterations=0", "runner.max_iterations=1", "env.eval.num_episodes=4"]
+    run_dir = embodrl.train([*small, *OWN, f"runner.output_dir={tmp_path / 'run'}"]).run_dir
+    warm = load_config([*small, f"model.warm_start={run_dir / 'policy'}"], verb="train")
+    assert own_critic(build_policy(warm.config)) is None
+    policy = build_policy(load_config([*small, *OWN], verb="train").config)
+    observation = Observation(np.zeros((2, 0, 8, 8, 3), np.uint8), np.zeros((2, 5), np.float32), ["", ""], TASKS)
+    with raises_code("critic-reads-pictures", EmbodrlError):
+        policy.predict_values(observation)
+    critic = own_critic(policy)
+    assert critic is not None and critic(critic.inputs(observation)).shape == (2, 1)
+    wide = replace(observation, state=np.zeros((2, 9), np.float32))
+    with raises_code("state-size", EmbodrlError, "9"):
+        critic.inputs(wide)
 
 
 @pytest.mark.long

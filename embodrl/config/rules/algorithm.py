@@ -87,7 +87,7 @@ def critic_learns(context: Context) -> Iterator[Finding]:
         yield Finding("actor.optim.critic_warmup_iterations", message, hint, "0", others=("algorithm.loss_type",))
 
 
-@rule("algorithm.critic.kind", "rollout.backend", "actor.training_backend", "model.small_actor.kind")
+@rule("algorithm.critic.kind", "rollout.backend", "actor.training_backend")
 def critic_network_has_its_engines(context: Context) -> Iterator[Finding]:
     """A critic of its own acts and trains where the policy's own modules do."""
     config = context.config

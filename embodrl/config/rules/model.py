@@ -149,7 +149,7 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
         yield Finding("model.warm_start", message, better or hint, "builtin, an existing directory, null", near)
 
 
-@rule("algorithm.teacher", "algorithm.kl.coef", "algorithm.adv_type", "model.num_action_chunks")
+@rule("algorithm.teacher", "algorithm.kl", "algorithm.adv_type", "model.num_action_chunks", "model.trainable")
 def teacher_exists(context: Context) -> Iterator[Finding]:
     """A teacher is a directory with a policy; without advantages there is one to learn from."""
     algorithm = context.config.algorithm
@@ -159,6 +159,13 @@ def teacher_exists(context: Context) -> Iterator[Finding]:
         message = "adv_type 'zero' learns from a teacher alone, and there is none"
         hint = "name a policy: algorithm.teacher=DIR; its weight is algorithm.kl.coef"
         yield Finding(at, message, hint, "a directory", others=("algorithm.adv_type",))
+    if algorithm.adv_type == "zero" and algorithm.kl.placement == "reward":
+        message = "adv_type 'zero' reads no rewards, so a KL that is subtracted from them teaches nothing"
+        yield Finding("algorithm.kl.placement", message, "set it to loss", "loss", others=("algorithm.adv_type",))
+    if algorithm.teacher is not None and context.config.model.trainable == "lora":
+        message = "policies are written with merged adapters: a teacher shares no base weights with the policy"
+        hint = "set model.trainable=all, or leave the teacher out"
+        yield Finding("model.trainable", message, hint, "all, head", others=(key,))
     if algorithm.teacher in (None, *context.made_before) or context.resuming:
         return
     for message, better in _no_policy(key, algorithm.teacher):

@@ -13,6 +13,7 @@ from embodrl.config.schema.section import (
     TRAINING,
     AppliesIf,
     Fraction,
+    GroupRanks,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -56,8 +57,8 @@ class PipelineConfig(Section):
     fn: str | None = Field(
         default=None, description="custom module:function that maps the configuration to a Pipeline; null for none"
     )
-    placement: dict[str, str] = Field(
-        default_factory=dict[str, str],
+    placement: dict[str, GroupRanks] = Field(
+        default={},
         description="nodes that run in processes of their own, each on its share of the environments: the name of a"
         " node with the role compute, reward or sink -> devices, as in cluster.component_placement",
     )

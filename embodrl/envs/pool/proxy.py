@@ -63,7 +63,11 @@ class SimulatorManager:
 
     def _request(self, name: str) -> Callable[..., list[object]]:
         def request(*positional: object, **named: object) -> list[object]:
-            return self.pool.call(name, {**_by_name(name, positional), **named})
+            found = _by_name(name, positional)
+            if twice := sorted(found.keys() & named.keys()):
+                message = f"the request '{name}' gets '{twice[0]}' by position and by name"
+                raise EnvError(message, "give it once", code="env-arguments")
+            return self.pool.call(name, {**found, **named})
 
         return request
 

@@ -85,7 +85,7 @@ class Td3BcUpdate(OffPolicyUpdate):
         def loss_of(part: Batch) -> LossOutput:
             seen = self.seen_by_actor(part)
             actions, _ = self.sample(seen, part["noise"])
-            error = (actions - part["labels"]).square().mean(-1)
+            error = (actions - part["actions"]).square().mean(-1)
             bc_loss = (error * part["label_mask"]).sum() / labelled
             value = td3_bc(self.critic(seen, actions)[0], scale, alpha).sum() / total
             return LossOutput(value + bc_loss, {"bc_loss": bc_loss.detach()})

@@ -92,7 +92,7 @@ def fill_head(
 
 def _is_own_critic(shapes: dict[str, tuple[int, ...]]) -> bool:
     """Return whether the names are those of a critic that is a network of its own (``own_critic.OwnCritic``)."""
-    return {name.partition(".")[0] for name in shapes} == {"encoder", "head"}
+    return {"head"} <= {name.partition(".")[0] for name in shapes} <= {"encoder", "head"}
 
 
 def _is_mlp(shapes: dict[str, tuple[int, ...]]) -> bool:

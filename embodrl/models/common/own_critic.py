@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import VALUE_HEAD_FILE
@@ -26,7 +27,7 @@ from embodrl.types import EvalOutput, Observation, PolicyOutput
 logger = logging.getLogger(__name__)
 
 PREFIX = "critic_"
-"""Of its inputs among a policy's."""
+"""Prefix of the critic's inputs, which stand among the policy's."""
 
 
 class OwnCritic(DrawnHead):
@@ -42,8 +43,19 @@ class OwnCritic(DrawnHead):
         self.head.init_weights(generator)
 
     def inputs(self, observation: Observation) -> dict[str, Tensor]:
-        """Return its inputs by name, on its device; states are padded with zeros."""
+        """Return its inputs by name, on its device; states are padded with zeros.
+
+        Raises:
+            EmbodrlError: the state has more numbers than it has room for (``state-size``).
+        """
         spec = self.encoder.spec
+        if observation.state.shape[1] > spec.state_dim > 0:
+            raise EmbodrlError(
+                f"the critic has room for {spec.state_dim} numbers of state, and there are"
+                f" {observation.state.shape[1]}",
+                f"set algorithm.critic.max_state_dim={observation.state.shape[1]}",
+                code="state-size",
+            )
         missing = max(0, spec.state_dim - observation.state.shape[1])
         state = np.pad(observation.state, ((0, 0), (0, missing)))
         tasks = torch.from_numpy(observation.task_id.astype(np.int64)).clamp(max=max(0, spec.num_tasks - 1))
@@ -53,8 +65,18 @@ class OwnCritic(DrawnHead):
             for name, tensor in network_inputs(spec, observation.images, state, tasks).items()
         }
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Map ``inputs``, among a policy's, to values ``float32[B,K]``."""
+    def forward(self, inputs: dict[str, Tensor] | Tensor) -> Tensor:
+        """Map ``inputs``, among a policy's, to values ``float32[B,K]``.
+
+        Raises:
+            EmbodrlError: it is given features by the policy itself, which engines prevent (``critic-reads-pictures``).
+        """
+        if isinstance(inputs, Tensor):
+            raise EmbodrlError(
+                "the policy's critic is a network of its own, and reads observations in place of the policy's features",
+                "take values from a rollout engine, or call predict_action_batch(..., compute_values=False)",
+                code="critic-reads-pictures",
+            )
         own = {name.removeprefix(PREFIX): tensor for name, tensor in inputs.items() if name.startswith(PREFIX)}
         with torch.autocast(self.head.out.weight.device.type, enabled=False):
             return self.head(self.encoder(own))

@@ -79,7 +79,7 @@ def test_the_actor_descends_the_equation() -> None:
     seen, actions = greedy(update.engine.policy, batch["inputs"])
     q = update.critic(seen.detach(), actions)[0]
     mask = batch["label_mask"].float()
-    error = ((actions - batch["labels"]).square().mean(-1) * mask).sum() / mask.sum()
+    error = ((actions - batch["actions"]).square().mean(-1) * mask).sum() / mask.sum()
     loss = -1.5 * (q / q.abs().mean().detach()).mean() + error
     trained = list(update.actor_parameters)
     expected = [g for g in torch.autograd.grad(loss, trained, allow_unused=True) if g is not None]
