@@ -223,6 +223,12 @@ def collect(
         more = list[str]()
         make = _always(given)
     loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
+    if not isinstance(policy, (str, Path)) and loaded.deployment.rolls_out_in_processes:
+        raise EmbodrlError(
+            "a policy object acts in this process, and the configuration places rollouts in others",
+            "pass the directory of the policy, or leave rollout.own_process and several rollout places out",
+            code="policy-in-processes",
+        )
     with torch_settings():
         acting = acting_policy(loaded, str(policy) if isinstance(policy, (str, Path)) else "a policy", make)
         return run(loaded.config, loaded.deployment, acting)
