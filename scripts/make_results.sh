@@ -16,7 +16,7 @@ elsewhere=(${SIMULATORS_PYTHON:+"env.python=$SIMULATORS_PYTHON"})
 # A machine that has other work, too, may take long over a step.
 patience=(env.start_timeout_s=1500 env.reset_timeout_s=900 env.step_timeout_s=900)
 # What these runs were recorded with, where defaults have changed since.
-recorded=(algorithm.update_epoch=2 actor.optim.lr=7e-5 algorithm.sampling.temperature=0.3 algorithm.bootstrap_type=truncation model.freeze_vision=false)
+recorded=(actor.optim.lr=7e-5 algorithm.sampling.temperature=0.3 algorithm.bootstrap_type=truncation model.freeze_vision=false)
 mkdir -p "$work" "$target"
 
 # warm_start NAME EPISODES STEPS LR ARGS...: demonstrations, and a policy that imitates them

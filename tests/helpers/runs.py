@@ -41,7 +41,7 @@ collect: {num_episodes: 6}
 """
     + TINY_POLICY
 )
-# One run of TINY: 2 waves of evaluation x 2 chunks, then 4 iterations of 4 chunks and 2 optimizer steps, an evaluation
+# One run of TINY: 2 waves of evaluation x 2 chunks, then 4 iterations of 4 chunks and 4 optimizer steps, an evaluation
 # and a checkpoint after iterations 2 and 4.
 
 LEARNING_OPENVLA = """

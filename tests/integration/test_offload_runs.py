@@ -92,7 +92,7 @@ def test_simulators_that_die_while_they_are_away_come_back_in_their_state(
     config: Path, whole: Path, tmp_path: Path
 ) -> None:
     settings = (*INSIDE, "env.offload_level=simulator")
-    outcome = train(config, tmp_path / "run", *settings, stop_at="optimizer_step:5:SIGKILL:simulator")
+    outcome = train(config, tmp_path / "run", *settings, stop_at="optimizer_step:10:SIGKILL:simulator")
     assert outcome.code == 0, outcome.stderr
     assert "restart of an offloaded simulator process" in outcome.stderr
     mine, others = without_memory(tmp_path / "run"), without_memory(whole)

@@ -86,7 +86,7 @@ def test_another_run_with_the_same_seed_is_the_same(whole: tuple[Path, Outcome],
         _long("decide:1:SIGKILL"),  # before anything was logged
         "write_file:4:SIGKILL",  # within the first checkpoint: its third file (the first file is the preflight's)
         _long("act:11:SIGKILL"),  # in the rollout of iteration 3
-        _long("optimizer_step:7:SIGKILL"),  # in the update of iteration 4
+        _long("optimizer_step:14:SIGKILL"),  # in the update of iteration 4
         _long("log:5:SIGKILL"),  # the last iteration is done, not yet logged
     ],
 )
@@ -311,7 +311,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         _long("act:2:SIGTERM", 143, "step_0"),  # in the first rollout
         _long("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
         _long("act:6:SIGHUP", 129, "step_1"),  # the terminal was closed
-        ("optimizer_step:5:SIGTERM", 143, "step_3"),  # in an update: it is finished first
+        ("optimizer_step:10:SIGTERM", 143, "step_3"),  # in an update: it is finished first
         _long("decide:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
     ],
 )

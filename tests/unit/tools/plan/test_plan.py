@@ -46,7 +46,7 @@ def test_batch_arithmetic_of_eight_gpus():
     b = plan.batches
     assert (b.environments_per_simulator, b.simulators_per_rollout, b.environments_per_stage) == (8, 4, 16)
     assert (b.chunks_per_environment, b.chunks, b.environment_steps) == (20, 2560, 12800)
-    assert (b.batch_per_actor, b.gradient_accumulation, b.optimizer_steps) == (80, 5, 8)
+    assert (b.batch_per_actor, b.gradient_accumulation, b.optimizer_steps) == (80, 5, 16)
     assert per_device(plan.deployment)["0:2"] == {"actor": 1, "env": 2}
     assert any("1 process on 1 device" in line for line in plan.obstacles)
 
