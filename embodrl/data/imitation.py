@@ -18,6 +18,7 @@ from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
 from embodrl.data.lerobot import IMAGES, camera_key
 from embodrl.data.load import camera_names, load_demos
+from embodrl.data.pictures import Place, in_memory
 from embodrl.data.replay import POLICY
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hub import DATASET_FILES, fetch, parse_dataset
@@ -46,10 +47,11 @@ def not_lerobot(directory: Path, without: str) -> EmbodrlError:
     )
 
 
-def load_configured_demos(config: Config) -> Demos:
+def load_configured_demos(config: Config, place: Place = in_memory) -> Demos:
     """Load the demonstrations of ``config.sft``, downloading if needed; of LeRobot's, the cameras in ``env.cameras``.
 
-    Raises EmbodrlError if they are missing or damaged, or the cameras ambiguous.
+    ``place`` makes the array of their images. Raises EmbodrlError if they are missing or damaged, or the cameras
+    ambiguous.
     """
     settings = config.sft
     cameras = config.env.cameras
@@ -61,7 +63,7 @@ def load_configured_demos(config: Config) -> Demos:
             raise not_lerobot(directory, "cameras=null")
         if settings.keys:
             raise not_lerobot(directory, "keys={}")
-        return load_demos(directory, settings.max_episodes)
+        return load_demos(directory, settings.max_episodes, place=place)
     chosen = settings.cameras
     if chosen is None:
         chosen = tuple(camera.name for camera in cameras)
@@ -75,7 +77,8 @@ def load_configured_demos(config: Config) -> Demos:
                 "list the dataset's cameras to use in sft.cameras, in the order of env.cameras",
                 code="sft-camera-missing",
             )
-    return load_demos(directory, settings.max_episodes, chosen, (cameras[0].height, cameras[0].width), settings.keys)
+    size = (cameras[0].height, cameras[0].width)
+    return load_demos(directory, settings.max_episodes, chosen, size, settings.keys, place)
 
 
 def check_robot(config: Config) -> None:
@@ -101,13 +104,13 @@ def check_robot(config: Config) -> None:
         )
 
 
-def load_checked_demos(config: Config) -> Demos:
+def load_checked_demos(config: Config, place: Place = in_memory) -> Demos:
     """Load the demonstrations of ``sft.data_dir`` and check that the configured policy can imitate them.
 
     Raises EmbodrlError if they are damaged, or robot or cameras differ from the environment's.
     """
     check_robot(config)
-    demos = load_configured_demos(config)
+    demos = load_configured_demos(config, place)
     check_demos(demos, config)
     return demos
 
@@ -144,14 +147,14 @@ def _refuse_differences(pairs: Mapping[str, tuple[object, object]], directory: s
         )
 
 
-def load_further_demos(config: Config, first: Demos) -> list[Demos]:
+def load_further_demos(config: Config, first: Demos, place: Place = in_memory) -> list[Demos]:
     """Load the demonstrations of ``sft.further_data`` and check them like those of ``sft.data_dir``, which are given.
 
     Raises EmbodrlError as ``load_checked_demos``, or if they can't be mixed with the first.
     """
     found: list[Demos] = []
     for one in data_configs(config)[1:]:
-        demos = load_checked_demos(one)
+        demos = load_checked_demos(one, place)
         pairs: dict[str, tuple[object, object]] = {"images": (demos.images.shape[1:], first.images.shape[1:])}
         if config.env.include_state:
             pairs["state dimensions"] = (demos.state.shape[1], first.state.shape[1])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from embodrl.config import LoadedConfig
@@ -21,6 +22,7 @@ from embodrl.data.imitation import (
     observed,
     refuse_others,
 )
+from embodrl.data.pictures import PictureStore
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import CheckpointError, OutputError, UsageError
 from embodrl.learners.imitation import HeldOut, ImitationLearner
@@ -128,16 +130,7 @@ def work(session: RunSession) -> int:
         if config.model.freeze_vision:  # possibly from an RL run, as its config.yaml shows
             frozen = session.loaded.origins["model.freeze_vision"]
             progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
-        every = load_checked_demos(config)
-        demos, held_out = hold_out(every, settings)
-        apart = "" if held_out is None else f", of which {held_out.num_episodes} episodes are held out"
-        progress.message(f"{every.num_episodes} episodes, {len(every.actions)} frames from {settings.data_dir}{apart}")
-        further = load_further_demos(config, every)
-        for source, more in zip(settings.further_data, further, strict=True):
-            progress.message(f"{more.num_episodes} episodes, {len(more.actions)} frames from {source}")
-        sizes = [len(one.actions) for one in (demos, *further)]
-        if further:
-            demos = Demos.concat([observed(one, config) for one in (demos, *further)])
+        demos, sizes, held_out = load_data(config, directory, progress.message)
         if session.checkpoint is not None:  # before a policy is built and processes are started for the data
             refuse_others(session.checkpoint.state.fields("data_rng").content, demos, settings.data_dir)
         trainer = _bring_up(session, demos, sizes, held_out, progress, closing)
@@ -154,6 +147,30 @@ def work(session: RunSession) -> int:
         for line in (*offline_lines(config, directory), *following):
             progress.message(line)
     return code
+
+
+def load_data(config: Config, directory: Path, tell: Callable[[str], None]) -> tuple[Demos, list[int], Demos | None]:
+    """Return the training frames of all datasets, the datasets' numbers of them, and the held-out demonstrations.
+
+    Images above ``sft.memory_gb`` are on the disk of ``directory``. ``tell`` gets a line for each dataset. Raises
+    EmbodrlError if a dataset is damaged, differs from the configuration or the first dataset, or does not fit.
+    """
+    settings = config.sft
+    place = PictureStore(settings.memory_gb, directory, tell).place
+    every = load_checked_demos(config, place)
+    demos, held_out = hold_out(every, settings)
+    apart = "" if held_out is None else f", of which {held_out.num_episodes} episodes are held out"
+    tell(f"{every.num_episodes} episodes, {len(every.actions)} frames from {settings.data_dir}{apart}")
+    further = load_further_demos(config, every, place)
+    for source, more in zip(settings.further_data, further, strict=True):
+        tell(f"{more.num_episodes} episodes, {len(more.actions)} frames from {source}")
+    sizes = [len(one.actions) for one in (demos, *further)]
+    if further:
+        joined = [observed(one, config) for one in (demos, *further)]
+        demos = Demos.concat(joined, partial(place, "all datasets together"))
+        if held_out is not None:  # of its own, so that the images of data_dir are not kept twice
+            held_out = Demos.concat([held_out], partial(place, "the held-out episodes"))
+    return demos, sizes, held_out
 
 
 def next_lines(config: Config, directory: Path) -> list[str]:

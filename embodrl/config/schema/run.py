@@ -235,6 +235,12 @@ class SftConfig(Section):
         description="weights of data_dir and of each of further_data, in this order: each frame of a batch is drawn"
         " from a dataset with a probability proportional to its weight; null: the datasets' numbers of frames",
     )
+    memory_gb: Annotated[PositiveFloat | None, ReadBy("sft")] = Field(
+        default=None,
+        description="maximum memory in GB for the images of all datasets, of mixed ones twice; images above it are"
+        " decoded to a file in output_dir while the run lasts, and read from there, with the same results; null: 70 %"
+        " of the free memory",
+    )
     cameras: Annotated[tuple[str, ...] | None, ReadBy("sft", "train")] = Field(
         default=None,
         description="cameras of a LeRobot dataset, in the order of env.cameras; null uses those with the same names",

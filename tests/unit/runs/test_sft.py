@@ -224,6 +224,43 @@ def test_images_of_another_size_are_not_mixed(tmp_path: Path):
         load_further_demos(chosen.model_copy(update={"sft": settings}), load_raw(tmp_path / "first"))
 
 
+@pytest.mark.parametrize("memory_gb", [1e-9, 3e-6])
+def test_datasets_on_disk_give_the_batches_of_those_in_memory(memory_gb: float, tmp_path: Path):
+    """Two episodes of 384 bytes each, one of which is held out, and one of 384: 768, 384, then 768 and 384 joined."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    rng = np.random.default_rng(0)
+    for directory, count in ((first, 2), (second, 1)):
+        with RawWriter(directory) as writer:
+            for number in range(count):
+                images = rng.integers(0, 255, (2, 1, 8, 8, 3)).astype(np.uint8)
+                actions = rng.normal(size=(2, 2)).astype(np.float32)
+                writer.add(DemoEpisode(images, actions, actions, f"do {number}", "task", 0, True))
+            writer.close({})
+    settings = SftConfig(data_dir=str(first), further_data=(str(second),), val_episodes=1, batch_size=3)
+    settings = settings.model_copy(update={"data_weights": (1.0, 2.0), "random_shift_px": 1})
+    chosen = config(action_dim=2, include_state=True)
+    streams, held_out, lines = [], [], ([], [])
+    for limit, told in zip((None, memory_gb), lines, strict=True):
+        one = chosen.model_copy(update={"sft": settings.model_copy(update={"memory_gb": limit})})
+        joined, sizes, apart = verb.load_data(one, tmp_path, told.append)
+        assert sizes == [2, 2] and apart is not None
+        streams.append(MixedBatches(joined, sizes, one.sft, 2, 5, True))
+        held_out.append(apart)
+    assert not any("on disk" in line for line in lines[0])
+    assert sum("on disk" in line for line in lines[1]) == (4 if memory_gb == 1e-9 else 0)
+    for _ in range(8):
+        (seen, actions, inside), (found, others, mask) = (stream.next() for stream in streams)
+        np.testing.assert_array_equal(seen.images, found.images)
+        assert actions.equal(others) and inside.equal(mask) and seen.instruction == found.instruction
+    assert streams[0].demos.checksum == streams[1].demos.checksum and held_out[0].checksum == held_out[1].checksum
+
+
+def test_memory_of_images_is_a_setting_of_imitation():
+    assert load_config(["env=toy", "sft.memory_gb=2"], verb="sft").config.sft.memory_gb == 2
+    with raises_code("setting-of-another-verb", EmbodrlError, "sft.memory_gb"):
+        load_config(["env=toy", "sft.memory_gb=2"], verb="train")
+
+
 def test_a_stream_of_other_demonstrations_is_not_continued():
     saved = FrameBatches(demos(40), SftConfig(batch_size=3), 1, seed=0)
     saved.next()
@@ -302,7 +339,7 @@ def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_p
     monkeypatch.setattr(ToyPolicy, "decodings", ("greedy",))
     for name in ("check_mixed_facts", "check_range", "check_instructions"):
         monkeypatch.setattr(verb, name, lambda *_: None)
-    monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(8))
+    monkeypatch.setattr(verb, "load_checked_demos", lambda *_: demos(8))
     monkeypatch.setattr(verb, "policy_with_statistics", lambda config, *_: (config, policy))
     monkeypatch.setattr(imitation_parts, "start_engine", lambda *_: pytest.fail("it has started"))
     settings = [
@@ -409,7 +446,7 @@ def test_a_dataset_that_was_replaced_is_found_before_anything_is_built(monkeypat
     stream = DatasetBatches(demos(12), SftConfig(batch_size=3), 1, seed=0)
     state = Fields({"data_rng": stream.state()[0]}, "state.json")
     monkeypatch.setattr(verb, "prepare_imitation", lambda session: None)
-    monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(40))
+    monkeypatch.setattr(verb, "load_checked_demos", lambda *_: demos(40))
     monkeypatch.setattr(verb, "_bring_up", lambda *parts: pytest.fail("it was built"))
     session: Any = SimpleNamespace(config=config(), directory=tmp_path, checkpoint=SimpleNamespace(state=state))
     with raises_code("sft-other-demonstrations"):
