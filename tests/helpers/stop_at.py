@@ -34,6 +34,7 @@ POINTS = {
     "store": "embodrl.data.replay:ReplayStores.add",
     "learn": "embodrl.learners.off_policy:OffPolicyUpdate.update_actor",
     "learn_rlt": "embodrl.learners.rlt:RltUpdate.update_actor",
+    "learn_td3": "embodrl.learners.offline.td3_bc:Td3BcUpdate.update_actor",
     "learn_offline": "embodrl.learners.offline.learner:OfflineUpdater.imitate",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "log_late": "embodrl.reporting.sinks:MetricsLogger.log_late",
