@@ -36,6 +36,14 @@ class TrainersLostError(Exception):
         self.error = error
 
 
+class PlacementChangedError(Exception):
+    """The run is saved, and continues on another placement: not an error, but it ends an attempt as one does."""
+
+    def __init__(self, loaded: LoadedConfig, reason: str) -> None:
+        super().__init__(reason)
+        self.loaded = loaded
+
+
 def lost_trainers(engine: TrainEngine) -> bool:
     """Return whether a training process has died or hung."""
     try:
@@ -150,7 +158,8 @@ def run_with_restarts(
     checkpoint: Checkpoint | None = None,
     old_settings: str | None = None,
 ) -> T:
-    """Work on a run, restarting from the newest checkpoint if training processes are lost (``actor.max_restarts``).
+    """Work on a run, again from the newest checkpoint if training processes are lost (``actor.max_restarts``), or if
+    its placement changes (``cluster.rebalance``).
 
     Args:
         loaded: loaded configuration.
@@ -175,11 +184,15 @@ def run_with_restarts(
         except TrainersLostError as lost:
             checkpoint = _next_start(lost.error, directory, lock, budget, is_restarted)
             where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
-            message = lost.error.message
+            message = f"restart {budget.used} of the training processes, {where}: {lost.error.message}"
+            is_restarted = True
+        except PlacementChangedError as changed:
+            loaded = changed.loaded
+            checkpoint, _ = CheckpointManager(directory, 1).latest_good()
+            message = f"all processes are started again, on another placement: {changed}"
         session = None
         gc.collect()  # objects held by the error's frames, e.g. a policy
-        logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
-        is_restarted = True
+        logger.warning("%s", message)
         old_settings = last_settings(directory)
 
 
