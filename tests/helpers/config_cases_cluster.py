@@ -57,6 +57,20 @@ CLUSTER = [
         more=RAY_MISSING,
     ),
     Wrong(
+        "videos of simulators on machines without a policy",
+        "env.video.enabled",
+        "simulators-are-beside-their-rollout",
+        (
+            "env.video.enabled=true",
+            "cluster.component_placement={actor:0,rollout:0,env:1}",
+            "cluster.device=cpu",
+            "cluster.num_nodes=2",
+            "cluster=ray_local",
+            "cluster.ray_address=auto",
+        ),
+        more=RAY_MISSING,
+    ),
+    Wrong(
         "a main process that plays for two",
         "rollout.own_process",
         "several-rollouts-are-processes",

@@ -216,6 +216,21 @@ def test_a_process_on_the_processor_sees_no_gpu(server: None, workers: None, tmp
     assert launcher.variables["rollout", 0]["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_simulators_on_machines_without_rollouts_have_hosts_there() -> None:
+    placed = "{actor:0-7,rollout:0-7,env:8-15}"
+    more = ("cluster=2x8xh100", "cluster.launcher=ray", "actor=fsdp", "env.num_processes=16", "env.video.enabled=false")
+    sizes = ("env.train.total_num_envs=160", "actor.micro_batch_size=10")
+    deployment = load_config([PLACES + placed, *more, *sizes], verb="plan").deployment
+    hosts = deployment.simulator_hosts
+    assert [(host.rank, host.node, host.devices, host.visible) for host in hosts] == [
+        (rank, 1, (rank,), str(rank)) for rank in range(8)
+    ]
+    second = deployment.of("rollout")[1]
+    assert [env.rank for env in deployment.simulators_of(second)] == [2, 3]
+    beside = load_config([PLACES + "{actor:0-7,rollout:0-7,env:0-7}", *more, *sizes], verb="plan").deployment
+    assert beside.simulator_hosts == ()
+
+
 def test_simulators_render_on_the_gpus_that_they_are_placed_on(
     server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
