@@ -12,7 +12,7 @@ import torch
 
 from embodrl.config.schema import Config, model_settings
 from embodrl.deployment import Deployment, ProcessPlace
-from embodrl.deployment.solver import hardware_by_node
+from embodrl.deployment.solver import hardware_by_node, node_component
 from embodrl.deployment.topology import GIB
 from embodrl.hybrid_engines.figures import ModelFigures
 from embodrl.hybrid_engines.training.sharding import blocks_of
@@ -62,7 +62,7 @@ ESTIMATED_BY = {
     " its tensors take",
     "evaluation": "runner.eval_async: program, weights, KV cache and simulators of the process that evaluates during"
     " training, as for the others",
-    "program": "measured once: Python with torch and transformers, 420 MiB per process of actor or rollout",
+    "program": "measured once: Python with torch and transformers, 420 MiB per process of actor, rollout or a node",
 }
 
 
@@ -214,6 +214,9 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     for place in (*actors, *rollouts):
         if place.component == "actor" or not _shares_weights(deployment, place):
             add((place.node, HOST), "program", PYTHON_BYTES)
+    nodes = (place for name in config.pipeline.placement for place in deployment.of(node_component(name)))
+    for place in (*nodes, *deployment.simulator_hosts):
+        add((place.node, HOST), "program", PYTHON_BYTES)
     if deployment.main_component is None:
         add((0, HOST), "program", PYTHON_BYTES)
         add((0, HOST), "kept policy", 0 if figures is None else figures.plain)
