@@ -28,6 +28,7 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.vllm.decoder import DecodeLimits
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine
 from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.storage.json_file import write_json_file
@@ -79,7 +80,7 @@ def engines(policy: TokenPolicy, max_batch: int) -> tuple[RolloutEngine, Rollout
     """Return the native engine and vLLM's."""
     config, sampling = RolloutConfig(precision="fp32"), SamplingConfig()
     native = NativeRolloutEngine(policy, config, sampling, 0)
-    return native, VllmRolloutEngine(policy, config, sampling, 0, max_num_seqs=max_batch)
+    return native, VllmRolloutEngine(policy, config, sampling, 0, limits=DecodeLimits(max_batch))
 
 
 def sides(policy: TokenPolicy, native: RolloutEngine, vllm: RolloutEngine) -> dict[str, Way]:

@@ -206,12 +206,11 @@ def collect(
     """
     from embodrl.runs.collect import collect as run
     from embodrl.runs.policies import find_policy
-    from embodrl.workers.env import places_here
     from embodrl.workers.parts import acting_policy
 
     if policy is None:
         loaded = configured(config, overrides, "collect")
-        return run(loaded.config, places_here(loaded.deployment))
+        return run(loaded.config, loaded.deployment)
     make: Callable[..., VLAPolicy]
     if isinstance(policy, (str, Path)):
         source = find_policy(Path(policy))
@@ -224,9 +223,15 @@ def collect(
         more = list[str]()
         make = _always(given)
     loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
+    if not isinstance(policy, (str, Path)) and loaded.deployment.rolls_out_in_processes:
+        raise EmbodrlError(
+            "a policy object acts in this process, and the configuration places rollouts in others",
+            "pass the directory of the policy, or leave rollout.own_process and several rollout places out",
+            code="policy-in-processes",
+        )
     with torch_settings():
         acting = acting_policy(loaded, str(policy) if isinstance(policy, (str, Path)) else "a policy", make)
-        return run(loaded.config, places_here(loaded.deployment), acting)
+        return run(loaded.config, loaded.deployment, acting)
 
 
 def _always(policy: VLAPolicy) -> Callable[..., VLAPolicy]:
@@ -310,7 +315,7 @@ def follow_weights(
     from embodrl.trainer.settings import load_saved
     from embodrl.workers.env import make_pool
     from embodrl.workers.policy import build_policy, configure_torch, num_threads
-    from embodrl.workers.rollout_backend import make_evaluator
+    from embodrl.workers.rollout_backend import evaluator_class
 
     run_dir = Path(run_dir)
     loaded, _ = load_saved(run_dir, [], "eval", resuming=True, trust=trust)
@@ -322,7 +327,7 @@ def follow_weights(
         receiver = DiskReceiver(engine, run_dir / "weights", layout_of(policy))
         try:
             with make_pool(config.evaluated, config.env.eval.total_num_envs, run_dir / "follow_logs") as pool:
-                evaluator = make_evaluator(config, pool, engine)
+                evaluator = evaluator_class(config)(config, pool, engine)
                 done = 0
                 while versions is None or done < versions:
                     report = receiver.receive(timeout_s=wait_s)
@@ -336,7 +341,12 @@ def follow_weights(
 
 def configured(config: ConfigLike, overrides: Sequence[str], verb: Verb) -> LoadedConfig:
     """Return the configuration of a verb that starts simulators; see ``load_config``."""
-    return _measured(_load(config, overrides, verb))
+    loaded = _measured(_load(config, overrides, verb))
+    if verb != "train":
+        return loaded
+    from embodrl.preflight.placement import weighed
+
+    return weighed(loaded)
 
 
 def _load(config: ConfigLike, overrides: Sequence[str], verb: Verb | None = None) -> LoadedConfig:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Self
 from embodrl.api import ConfigLike, configured, torch_settings
 from embodrl.errors import EmbodrlError
 from embodrl.learners.rollout import RolloutLearner
-from embodrl.pipelines.graph import GraphNode
-from embodrl.pipelines.outcomes import Metrics
+from embodrl.pipelines.walk import Walk
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.metrics_file import Row
 from embodrl.runs.eval_result import EvaluationResult, evaluation_of
 from embodrl.specs import LOSSES
-from embodrl.trainer.files import export_policy, run_directory
+from embodrl.trainer.files import export_policy, refuse_earlier_run, run_directory
 from embodrl.trainer.parts import check_machine, device_of, start_learner
 from embodrl.trainer.session import RunSession, run_directory_of
 from embodrl.trainer.stop import StopSignal
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from embodrl.config.schema import Config
     from embodrl.data.trajectory import TrajectoryBatch
     from embodrl.models.base import VLAPolicy
+    from embodrl.pipelines.graph import GraphNode
 
 
 @contextmanager
@@ -37,13 +37,14 @@ def started(loaded: LoadedConfig) -> Iterator[RolloutLearner]:
     """Start the parts of a run, without its trainer; they end with the block.
 
     Raises:
-        EmbodrlError: a requirement is missing, or a process could not be started.
+        EmbodrlError: the directory holds an earlier run, a requirement is missing, or a process could not be started.
     """
     config = loaded.config
     directory = run_directory(config)
     place = loaded.deployment.main_place
     check_machine(config, loaded.deployment)
     with torch_settings(), run_directory_of(directory) as lock, bound_to(place.cpus if place is not None else ()):
+        refuse_earlier_run(directory)
         device = device_of(config, loaded.deployment)
         session = RunSession(loaded, directory, lock, StopSignal(), None, None)
         with ExitStack() as closing:
@@ -79,7 +80,7 @@ class Session:
         self.iteration = 0
         self._closing = ExitStack()
         self._started: RolloutLearner | None = None
-        self._metrics: Metrics = {}
+        self._walk: Walk | None = None
 
     @property
     def config(self) -> Config:
@@ -112,7 +113,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._started = None
+        self._started = self._walk = None
         self._closing.__exit__(kind, error, trace)
 
     def rollout(self) -> TrajectoryBatch:
@@ -120,43 +121,71 @@ class Session:
 
         Returns:
             chunks of all environments, (T, B, ...); see ``embodrl.TrajectoryBatch``. Its columns may be replaced.
+
+        Raises:
+            EmbodrlError: the iteration before has not ended (``session-order``), or the rollout failed; it may be
+                repeated.
         """
         learner = self._learner
-        self._context = learner.open_iteration(self.iteration)
-        self._metrics = {}
+        if self._walk is not None:
+            raise _out_of_order("rollout", "the iteration before has not ended", "call train and sync first")
+        walk = Walk(learner.graph, learner.open_iteration(self.iteration), learner.before_node)
         batch: object = None
-        for node in learner.graph.nodes:
-            if node.role == "advantage":
-                break
-            batch = self._call(node, *(() if batch is None else (batch,)))
+        try:
+            while (node := walk.next()) is not None and node.role != "advantage":
+                batch = _run(walk, node, *(() if batch is None else (batch,)))
+        except BaseException:  # raised again
+            learner.undo()
+            raise
+        self._walk = walk
         return batch  # pyright: ignore[reportReturnType]  (the pipeline's nodes return batches)
 
     def advantages(self, batch: TrajectoryBatch) -> Advantages:
-        """Estimate advantages and returns with ``algorithm.adv_type``.
+        """Estimate advantages and returns with ``algorithm.adv_type``; or make ``embodrl.Advantages`` by other means.
 
         Returns:
             of every chunk, or action; see ``embodrl.Advantages``.
+
+        Raises:
+            EmbodrlError: there was no rollout since the last ``sync``, or its advantages are known (``session-order``).
         """
-        return self._call(self._node("advantage"), batch)  # pyright: ignore[reportReturnType]
+        walk, node = self._next("advantages", "advantage")
+        return _run(walk, node, batch)  # pyright: ignore[reportReturnType]  (the pipeline's node returns them)
 
     def train(self, batch: TrajectoryBatch, advantages: Advantages) -> dict[str, float | None]:
         """Update the weights with ``algorithm.loss_type``, ``algorithm.update_epoch`` times over the batch.
 
+        Args:
+            batch: of ``rollout``.
+            advantages: of ``advantages``, or of one's own.
+
         Returns:
             metrics, by the names of metrics.jsonl.
+
+        Raises:
+            EmbodrlError: there was no rollout since the last update (``session-order``).
         """
-        known = set(self._metrics)
-        self._call(self._node("train"), batch, advantages)
-        return {name: value for name, value in self._metrics.items() if name not in known}
+        walk, node = self._next("train", "advantage", "train")
+        if node.role == "advantage":
+            walk.skip(node)
+            walk, node = self._next("train", "train")
+        known = walk.metrics().keys()
+        _run(walk, node, batch, advantages)
+        return {name: value for name, value in walk.metrics().items() if name not in known}
 
     def sync(self) -> Row:
         """Send the weights to the rollouts, and end the iteration.
 
         Returns:
             its row, as in metrics.jsonl.
+
+        Raises:
+            EmbodrlError: there was no update since the last ``sync`` (``session-order``).
         """
-        self._call(self._node("sync"))
-        row = self._learner.close_iteration(self._metrics)
+        walk, node = self._next("sync", "sync")
+        _run(walk, node)
+        self._walk = None
+        row = self._learner.close_iteration(walk.metrics())
         self.iteration += 1
         return row
 
@@ -189,13 +218,26 @@ class Session:
             )
         return self._started
 
-    def _node(self, role: str) -> GraphNode:
-        return next(node for node in self._learner.graph.nodes if node.role == role)
+    def _next(self, step: str, *roles: str) -> tuple[Walk, GraphNode]:
+        """Return the walk over the iteration in progress, and its next node, which has one of the roles."""
+        _ = self._learner  # raises outside of the block
+        node = None if self._walk is None else self._walk.next()
+        if self._walk is None or node is None or node.role not in roles:
+            due = "rollout" if node is None else _STEPS[node.role]
+            raise _out_of_order(step, f"{due} comes next", "call rollout, advantages, train and sync in this order")
+        return self._walk, node
 
-    def _call(self, node: GraphNode, *inputs: object) -> object:
-        """Run a node of the iteration in progress; keep its metrics, return its output."""
-        learner = self._learner
-        learner.before_node(node)
-        value, found = learner.graph.call(node, self._context, inputs, may_stop=False)
-        self._metrics |= found
-        return value
+
+def _run(walk: Walk, node: GraphNode, *inputs: object) -> object:
+    """Run a node; its output is the script's alone. After an error it may be repeated."""
+    value, metrics = walk.begin(node, inputs).call()
+    walk.end(node, None, metrics)
+    return value
+
+
+_STEPS = {"advantage": "advantages or train", "train": "train", "sync": "sync"}
+"""Role of a node -> the steps that run it."""
+
+
+def _out_of_order(step: str, problem: str, hint: str) -> EmbodrlError:
+    return EmbodrlError(f"{step} is out of order: {problem}", hint, code="session-order")

@@ -97,15 +97,27 @@ SECTIONS: dict[str, list[Row]] = {
             "Automatic placement",
             "RLinf",
             "plan train cluster=8xh100 cluster.placement=auto",
-            ("unit/deployment/test_placement.py::test_an_automatic_placement_fills_the_cluster",),
-            "from settings and the number of devices; the share of training is given, not measured by the run, memory"
-            " is not considered, and the choice holds for the whole run",
+            (
+                "unit/deployment/test_placement.py::test_an_automatic_placement_fills_the_cluster",
+                "unit/preflight/test_weighed_placement.py::test_the_weighed_placement_is_the_fastest_that_fits",
+                "integration/test_async_runs.py::test_the_first_run_measures_the_share_of_training",
+            ),
+            "from settings, devices, memory and, once a run has measured it, the share of training; the choice holds"
+            " for the whole run",
         ),
         Row(
             "Different hardware in one cluster",
             "RLinf",
-            "plan train cluster=2x8xh100 'cluster.node_groups=[{label: sim, node_ranks: 1, hardware: {num_gpus: 0}}]'",
-            remains="all machines are taken to be like the one on which the run starts",
+            "plan train env=toy cluster=2x8xh100"
+            " 'cluster.node_groups=[{label: cards, node_ranks: 1, hardware: {name: 4xl40, num_gpus: 4}}]'",
+            ("unit/deployment/test_placement.py::test_devices_of_machines_that_are_not_alike",),
+            remains="no run was made on unlike machines; simulators without a policy beside them need env.remote",
+        ),
+        Row(
+            "Requests of simulators as methods of a manager",
+            "RLinf",
+            "",
+            ("unit/envs/test_proxy.py::test_a_request_is_a_method_that_asks_every_simulator",),
         ),
         Row(
             "Offload between phases",
@@ -265,9 +277,11 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_pipelines.py::test_a_node_that_is_tried_again_leaves_no_trace_but_its_count",
                 "unit/pipelines/test_pipeline_run.py::test_nodes_that_do_not_depend_on_each_other_run_at_once",
                 "integration/test_pipelines.py::test_a_node_is_tested_by_itself",
+                "integration/test_placed_nodes.py::test_two_processes_compute_what_one_does",
                 "unit/compat/test_spellings.py::test_a_pipeline_of_siirl_is_the_one_here",
             ),
-            "nodes run in the main process; rollout and train alone reach other processes",
+            "compute nodes run in processes of their own (pipeline.placement); rollouts and training begin in the main"
+            " process, through which every batch passes",
         ),
         Row(
             "The loop as a script of one's own",
@@ -287,6 +301,56 @@ SECTIONS: dict[str, list[Row]] = {
             "",
             "eval env=toy model=mlp model.random_weights=true env.include_state=true",
             ("integration/test_keys_of_verbs.py::test_no_key_is_ignored_in_silence",),
+        ),
+    ],
+    "Learning": [
+        Row(
+            "A critic of its own",
+            "verl, slime",
+            "train env=toy model=mlp algorithm.critic.kind=network",
+            ("integration/test_own_critic.py::test_it_learns_alone_and_is_resumed",),
+            "a small network in the policy's process; not a pretrained model, nor a placement of its own",
+        ),
+        Row(
+            "VAPO",
+            "verl",
+            "train env=toy model=mlp algorithm=vapo",
+            (
+                "unit/algorithms/test_advantages.py::test_the_critic_has_a_lambda_of_its_own_and_the_policy_that_of_its_length",
+            ),
+        ),
+        Row(
+            "On-policy distillation",
+            "slime",
+            "",
+            ("integration/test_teacher.py::test_the_policy_becomes_like_its_teacher",),
+            "the teacher has the family and size of the policy",
+        ),
+        Row(
+            "TD3+BC",
+            "verl-vla",
+            "",
+            ("unit/learners/offline/test_td3_bc.py::test_the_actor_descends_the_equation",),
+            "small Gaussian policies, in one process",
+        ),
+        Row(
+            "Evaluation in several processes",
+            "verl",
+            "eval env=toy model=mlp model.random_weights=true rollout.own_process=true",
+            ("integration/test_eval_processes.py::test_two_processes_evaluate_as_one_does",),
+        ),
+        Row(
+            "Evaluation by the workflow that trains",
+            "AReaL",
+            "",
+            ("integration/test_workflow_runs.py::test_a_run_is_evaluated_by_its_workflow_on_the_way_and_afterwards",),
+        ),
+        Row(
+            "Use of GPUs, cores, memory and links in the metrics",
+            "verl",
+            "",
+            ("integration/test_usage_runs.py::test_every_row_has_the_use_of_each_component",),
+            "GPUs were read on one machine with one GPU",
         ),
     ],
     "Many runs": [

@@ -381,6 +381,13 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
     return estimate
 
 
+def zero(valid: Tensor) -> Advantages:
+    """Return advantages and returns of 0, ``float32[T,B,1]``, for losses that learn from another term."""
+    simulated = valid.any(-1, keepdim=True)
+    nothing = torch.zeros(simulated.shape)
+    return Advantages(nothing, nothing, simulated)
+
+
 def no_advantages(rewards: Tensor) -> NoReturn:
     """Raise EmbodrlError: off-policy losses get values from their own critics and have no advantage node."""
     raise EmbodrlError(

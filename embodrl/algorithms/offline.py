@@ -1,7 +1,8 @@
-"""Equations of offline algorithms, as pure functions: implicit Q-learning (IQL) and RECAP.
+"""Equations of offline algorithms, as pure functions: implicit Q-learning (IQL), TD3+BC and RECAP.
 
 IQL: Kostrikov et al. 2021, "Offline Reinforcement Learning with Implicit Q-Learning", arXiv 2110.06169. RECAP: Physical
-Intelligence 2025, "pi*0.6: a VLA That Learns From Experience", arXiv 2511.14759.
+Intelligence 2025, "pi*0.6: a VLA That Learns From Experience", arXiv 2511.14759. TD3+BC: Fujimoto and Gu 2021, "A
+Minimalist Approach to Offline Reinforcement Learning", arXiv 2106.06860.
 
 Shapes: N frames or transitions.
 """
@@ -26,6 +27,15 @@ def advantage_weights(advantages: Tensor, temperature: float, largest: float) ->
     ``A = Q(s, a) - V(s)`` is ``float32[N]``; ``temperature`` is beta, 0 for behaviour cloning.
     """
     return (temperature * advantages).exp().clamp(max=largest)
+
+
+def td3_bc(q: Tensor, scale: Tensor, alpha: float) -> Tensor:
+    """Return ``-lambda Q(s, pi(s))``, ``float32[N]``, with ``lambda = alpha / mean |Q|`` (TD3+BC's equations 3 and 5).
+
+    ``q float32[N]`` is the first critic's, with gradients; ``scale`` the mean of ``|Q(s, pi(s))|`` over the batch, as
+    in the authors' code (the paper writes ``Q(s, a)``). The squared distance to the dataset's actions is added to it.
+    """
+    return -alpha / scale.clamp_min(1e-8) * q
 
 
 def steps_to_go_rewards(length: int, success: bool, failure_penalty: float) -> Tensor:

@@ -58,6 +58,12 @@ REINFORCE_PP = FunctionSpec(
     description="discounted rewards-to-go, without a baseline",
     ignores=("gae_lambda",),
 )
+ZERO = FunctionSpec(
+    name="zero",
+    target="embodrl.algorithms.advantages:zero",
+    description="no advantage of any chunk: the KL to a teacher alone is learned from",
+    ignores=("gae_lambda", "gamma"),
+)
 
 ACTOR_CRITIC = FunctionSpec(
     name="actor_critic",

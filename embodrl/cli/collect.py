@@ -52,10 +52,9 @@ def collect(
             acting = None
         from embodrl.runs import collect as worker
         from embodrl.trainer.files import removed_if_empty
-        from embodrl.workers.env import places_here
 
         with removed_if_empty(Path(loaded.config.collect.output_dir)):
-            return worker.collect(loaded.config, places_here(loaded.deployment), acting, resumable).exit_code
+            return worker.collect(loaded.config, loaded.deployment, acting, resumable).exit_code
 
     execute(action, debug)
 

@@ -101,6 +101,8 @@ def _shown(loaded: LoadedConfig) -> LoadedConfig:
     if choice is not None and not choice.measured:
         text = f"note: env.num_processes: auto has not been measured for these settings; using {choice.num_processes}"
         print(f"{text}\n      the first `embodrl train`, `eval` or `collect` measures it", file=sys.stderr)
+    if loaded.share is not None and loaded.config.divides_devices:
+        print(f"note: {loaded.share.line}", file=sys.stderr)
     return loaded
 
 

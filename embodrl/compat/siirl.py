@@ -50,15 +50,26 @@ _ROLES = {
 
 
 class Pipeline(graph.Pipeline):
-    """A pipeline whose nodes are added as in siiRL; weights are sent after the node that trains, as there."""
+    """A pipeline whose nodes are added as in siiRL; weights are sent after the node that trains, as there.
+
+    Args:
+        pipeline_id: for messages and drawings.
+        description: of it, for readers.
+    """
+
+    def __init__(self, pipeline_id: str, description: str = "") -> None:
+        super().__init__(pipeline_id)
+        self.description = description
 
     def add_node(  # pyright: ignore[reportIncompatibleMethodOverride]  (another spelling is the point)
         self,
         node_id: str,
         func: Callable[..., object] | str,
-        deps: Sequence[str] = (),
+        deps: Sequence[str] | None = None,
+        *,
         node_type: NodeType = NodeType.COMPUTE,
         node_role: NodeRole = NodeRole.DEFAULT,
+        only_forward_compute: bool = False,
         retry_limit: int = 0,
     ) -> Self:
         """Add a node; see ``embodrl.Pipeline.add_node``.
@@ -69,20 +80,24 @@ class Pipeline(graph.Pipeline):
             deps: nodes that run before.
             node_type: what it does.
             node_role: whose work it does.
+            only_forward_compute: the node of the actor computes log-probs, and does not train.
             retry_limit: further attempts after it has raised.
 
         Raises:
             PipelineError: the name is taken, or there is no such node here.
         """
-        role = _ROLES.get((NodeType(node_type), NodeRole(node_role)))
+        kind = NodeType(node_type)
+        if only_forward_compute and kind is NodeType.MODEL_TRAIN:
+            kind = NodeType.MODEL_INFERENCE
+        role = _ROLES.get((kind, NodeRole(node_role)))
         if role is None:
             raise PipelineError(
-                f"node '{node_id}' is of type {node_type.name} with role {node_role.name}, which has no counterpart",
+                f"node '{node_id}' is of type {kind.name} with role {node_role.name}, which has no counterpart",
                 "critics are trained by the node that trains the actor, and data are loaded by the rollout; use one of "
                 + ", ".join(f"{kind.name}/{own.name}" for kind, own in _ROLES),
                 code="pipeline-node-foreign",
             )
-        super().add_node(node_id, func, deps, role, retry_limit)
+        super().add_node(node_id, func, deps or (), role, retry_limit)
         if role == "train":
             super().add_node("sync", "embodrl.pipelines.nodes:sync", (node_id,), "sync")
         return self

@@ -38,6 +38,8 @@ class DataProto(Batch):
         Raises:
             BatchShapeError: sizes differ.
         """
+        if num_batch_dims == 2 and not tensors:
+            raise BatchShapeError("two batch dimensions, and no tensor to tell them", "pass a tensor [T,N,...]")
         size = None if num_batch_dims == 1 else [*next(iter((tensors or {}).values())).shape[:num_batch_dims]]
         return cls(dict(tensors or {}), non_tensors, meta_info, size)
 
@@ -62,11 +64,35 @@ class DataProto(Batch):
         """Metadata of the whole."""
         return self.meta
 
+    def select(  # pyright: ignore[reportIncompatibleMethodOverride]  (another spelling is the point)
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> Self:
+        """Return the batch with only these columns and entries; None for all of a kind. Raises BatchKeyError."""
+        names = [*(self.tensors if batch_keys is None else batch_keys)]
+        names += self.objects if non_tensor_batch_keys is None else non_tensor_batch_keys
+        result = super().select(*names)
+        result.meta = {name: self.meta[name] for name in (self.meta if meta_info_keys is None else meta_info_keys)}
+        return result
+
+    def pop(  # pyright: ignore[reportIncompatibleMethodOverride]  (another spelling is the point)
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> Self:
+        """Remove columns and entries, and return them; None for none. Raises BatchKeyError."""
+        result = super().pop(*(batch_keys or ()), *(non_tensor_batch_keys or ()))
+        result.meta = {name: self.meta.pop(name) for name in meta_info_keys or ()}
+        return result
+
     def union(self, other: Batch) -> Self:
-        """Return the columns of both; a column in both must be the same.
+        """Add the columns of another batch, in place, and return this one; a column in both must be the same.
 
         Raises:
-            BatchError: a column, an object or an entry of ``meta_info`` differs.
+            BatchError: a column, an object or an entry of ``meta_info`` differs, or the rows are not as many.
         """
         for name in {*self.names()} & {*other.names()}:
             if not _equal(self[name], other[name]):
@@ -74,9 +100,10 @@ class DataProto(Batch):
         for name in {*self.meta} & {*other.meta}:
             if not _equal(self.meta[name], other.meta[name]):
                 raise BatchError(f"meta_info '{name}' is in both batches, and differs", "rename or pop one of them")
-        result = self.replace(**other.tensors, **other.objects)
-        result.meta |= other.meta
-        return result
+        both = self.replace(**other.tensors, **other.objects)
+        self.tensors, self.objects = both.tensors, both.objects
+        self.meta = self.meta | other.meta
+        return self
 
     def chunk(self, chunks: int) -> list[Self]:
         """Split into equal parts; see ``split`` for parts of a size.
@@ -103,7 +130,14 @@ class DataProto(Batch):
 
 def _equal(left: object, right: object) -> bool:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
+        return isinstance(left, Tensor) and isinstance(right, Tensor) and _equal_tensors(left, right)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_equal(left[name], right[name]) for name in left)
     return bool(np.array_equal(np.asarray(left, object), np.asarray(right, object)))
+
+
+def _equal_tensors(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors are the same, NaN included."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+_TEXT = (
+    "remove it: it is about prompts and answers in text; tasks come from env=PRESET, their instructions from env.tasks"
+)
+_SERVER = "remove it: rollout.backend=vllm has its own settings in rollout.vllm, and runs in the rollout process"
+_PARALLEL = "remove it: actor=megatron has tensor parallelism alone (actor.tensor_parallel_size)"
+_LAUNCH = "remove it: `embodrl train` starts all processes; scripts/slurm_ray.sh starts it on a Slurm allocation"
+_SIZES = "remove it: sizes come with the checkpoint (model.model_path), or from the family's section of model"
+_LENGTHS = "remove it: every action has the same number of tokens, so there are no lengths to pack or bound"
+_REFERENCE = "remove it: the reference (algorithm.kl, algorithm.teacher) is part of the training engine"
 _FROM_ALGORITHM = "remove it: the pipeline follows from algorithm=NAME, or from pipeline.fn=module:function"
 FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "AReaL": {
@@ -50,6 +59,49 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "stats_logger.wandb.mode": ("runner.logger.wandb_mode", ""),
         "stats_logger.wandb.project": ("runner.logger.wandb_project", ""),
         "workflow": ("rollout.workflow", ""),
+        "seed": ("runner.seed", ""),
+        "enable_offload": ("actor.enable_offload", "and rollout.enable_offload, env.enable_offload"),
+        "tokenizer_path, train_dataset, valid_dataset": ("", _TEXT),
+        "gconfig.min_new_tokens, gconfig.max_new_tokens, gconfig.max_tokens": ("", _LENGTHS),
+        "sglang.*, vllm.*": ("", _SERVER),
+        "scheduler.type, actor.scheduling_spec, rollout.scheduling_spec": ("", _LAUNCH),
+        "ref.*": ("", _REFERENCE),
+        "cluster.name_resolve": ("", "remove it: processes find each other through the launcher"),
+        "saver.freq_epochs, saver.freq_secs": ("runner.save_interval", "in iterations"),
+        "evaluator.freq_epochs, evaluator.freq_secs": ("runner.eval_interval", "in iterations"),
+        "recover.freq_steps, recover.freq_epochs, recover.freq_secs": ("runner.save_interval", "in iterations"),
+        "perf_tracer": ("", "`embodrl profile` shows what every process does"),
+        "actor.dtype": ("actor.param_dtype", "computation: actor.precision"),
+        "actor.temperature": ("algorithm.sampling.temperature", ""),
+        "actor.gradient_checkpointing": ("actor.gradient_checkpointing", ""),
+        "actor.init_from_scratch": ("model.warm_start", "null"),
+        "actor.optimizer.type": ("actor.optim.fn", "AdamW unless it names another one"),
+        "actor.optimizer.beta1, actor.optimizer.beta2": ("actor.optim.betas", "[beta1, beta2]"),
+        "actor.optimizer.eps": ("actor.optim.eps", ""),
+        "actor.optimizer.warmup_steps_proportion": ("actor.optim.lr_warmup_iterations", "in iterations"),
+        "actor.reward_scaling, actor.reward_bias": ("reward.fn", "scale it there"),
+        "actor.rejection_sampling": ("algorithm.decoupled.cap", "with algorithm.decoupled.on_exceed=mask"),
+        "actor.weight_update_mode": ("rollout.weight_sync", "disk, memory, collective or shared"),
+        "actor.use_lora": ("model.trainable", "lora"),
+        "rollout.queue_size": ("runner.max_staleness", "which bounds the queue"),
+        "rollout.dump_to_file": ("runner.save_rollouts", ""),
+        "saver.*, recover.*, evaluator.*, stats_logger.*": (
+            "runner.output_dir",
+            "the directory of a run; its name: runner.name",
+        ),
+        "actor.experiment_name, actor.trial_name": ("runner.name", ""),
+        "rollout.experiment_name, rollout.trial_name": ("runner.name", ""),
+        "rollout.fileroot": ("runner.output_dir", ""),
+        "rollout.tokenizer_path": ("", _TEXT),
+        "actor.disable_dropout": ("", "remove it: no policy drops out"),
+        "actor.max_new_tokens, actor.pad_to_maximum": ("", _LENGTHS),
+        "actor.reward_norm": (
+            "",
+            "remove it: rewards are not normalised; algorithm.normalize_advantages does it to advantages",
+        ),
+        "rollout.request_timeout, rollout.setup_timeout": ("cluster.stall_timeout_s", ""),
+        "rollout.agent.*": ("rollout.workflow", "a workflow of one's own"),
+        "rollout.enable_rollout_tracing": ("", "`embodrl profile` shows what every process does"),
     },
     "Prime-RL": {
         "async_level": ("runner.max_staleness", ""),
@@ -70,7 +122,41 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "inference.parallel.tp": ("", "remove it: each rollout process holds a whole policy"),
         "ckpt.interval": ("runner.save_interval", ""),
         "ckpt.resume_step": ("", "`embodrl resume RUN`"),
-        "wandb.name": ("runner.name", ""),
+        "wandb.name, monitors.wandb.name": ("runner.name", ""),
+        "monitors.wandb.project": ("runner.logger.wandb_project", ""),
+        "max_steps": ("runner.max_iterations", "of imitation: sft.max_steps"),
+        "resume": ("", "`embodrl resume RUN`"),
+        "run.name": ("runner.name", ""),
+        "output_dir": ("runner.output_dir", ""),
+        "optim.lr": ("actor.optim.lr", ""),
+        "trainer.optim.type": ("actor.optim.fn", "AdamW unless it names another one"),
+        "orchestrator.group_size": ("algorithm.group_size", ""),
+        "orchestrator.train.sampling.temperature": ("algorithm.sampling.temperature", ""),
+        "orchestrator.algo.type": ("algorithm.adv_type", "algorithm=NAME chooses estimator and loss"),
+        "orchestrator.concurrency": ("env.train.total_num_envs", "episodes at a time"),
+        "orchestrator.train.source, orchestrator.eval.source, eval.source": ("env.tasks", "and env.eval.tasks"),
+        "orchestrator.renderer, renderer.*, seq_len, orchestrator.seq_len": ("", _TEXT),
+        "eval.interval": ("runner.eval_interval", ""),
+        "eval.num_examples": ("env.eval.num_episodes", ""),
+        "ckpt.keep_last": ("runner.keep_last_n", ""),
+        "deployment.num_train_gpus": ("cluster.component_placement", "cluster.component_placement.actor=0-3"),
+        "deployment.num_infer_gpus": ("cluster.component_placement", "cluster.component_placement.rollout=4-7"),
+        "deployment.num_train_nodes, deployment.num_infer_nodes": ("cluster.num_nodes", "with cluster.launcher=ray"),
+        "deployment.type": ("cluster.placement", "colocated, disaggregated, hybrid or auto"),
+        "slurm.*": ("", _LAUNCH),
+        "trainer.model.lora.rank, model.lora.rank": ("model.lora.rank", "with model.trainable=lora"),
+        "trainer.model.cp, trainer.model.ep": ("", _PARALLEL),
+        "trainer.model.ac, trainer.model.ac_offloading": ("actor.gradient_checkpointing", ""),
+        "trainer.model.optim_cpu_offload, trainer.model.full_offload": ("actor.enable_offload", "between updates"),
+        "trainer.model.compile, trainer.model.attn, trainer.model.impl": ("", "remove it: there is one implementation"),
+        "inference.vllm.tensor_parallel_size": ("", "remove it: each rollout process holds a whole policy"),
+        "inference.vllm.max_num_batched_tokens": ("rollout.vllm.max_num_batched_tokens", ""),
+        "inference.vllm.max_num_seqs": ("rollout.vllm.max_num_seqs", ""),
+        "inference.*, router.*, kv_cache_offload.*": ("", _SERVER),
+        "weight_broadcast.*": ("rollout.weight_sync", "disk, memory, collective or shared"),
+        "deployment.*": ("cluster.component_placement", "which component runs on which GPUs"),
+        "orchestrator.algo.length_penalty": ("", _LENGTHS),
+        "orchestrator.model.name": ("model.model_path", "with model=FAMILY"),
     },
     "siiRL": {
         "dag.custom_pipeline_fn": ("pipeline.fn", "module:function or module:Class.method"),
@@ -87,6 +173,13 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "actor_rollout_ref.embodied.env.num_steps_wait": ("env.settle_steps", ""),
         "actor_rollout_ref.embodied.unnorm_key": ("model.unnorm_key", ""),
         "actor_rollout_ref.embodied.action_chunks_len": ("model.num_action_chunks", ""),
+        "algorithm.embodied_sampling.filter_accuracy": ("algorithm.filter.enabled", "algorithm=dapo"),
+        "algorithm.embodied_sampling.accuracy_lower_bound": ("algorithm.filter.min_rate", ""),
+        "algorithm.embodied_sampling.accuracy_upper_bound": ("algorithm.filter.max_rate", ""),
+        "algorithm.weight_factor_in_cpgd": ("algorithm.adv_type", "algorithm=cpgd"),
+        "actor_rollout_ref.actor.policy_drift_coeff": ("algorithm.drift_coef", "algorithm=cpgd"),
+        "actor_rollout_ref.embodied.env.num_trials_per_task": ("env.eval.num_episodes", "over all tasks"),
+        "actor_rollout_ref.embodied.center_crop": ("model.center_crop", ""),
         "others": ("", "as verl's"),
     },
     "slime": {
@@ -116,6 +209,39 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "debug_rollout_only": ("", "`embodrl collect policy=DIR` plays and records without training"),
         "custom_generate_function_path": ("rollout.workflow", ""),
         "custom_rm_path": ("reward.fn", ""),
+        "lr": ("actor.optim.lr", ""),
+        "lr_decay_style": ("actor.optim.lr_scheduler", ""),
+        "weight_decay": ("actor.optim.weight_decay", ""),
+        "adam_beta1, adam_beta2": ("actor.optim.betas", "[beta1, beta2]"),
+        "optimizer": ("actor.optim.fn", "AdamW unless it names another one"),
+        "clip_grad": ("actor.optim.clip_grad", ""),
+        "save": ("runner.output_dir", ""),
+        "load": ("", "`embodrl resume RUN`"),
+        "ref_load": ("algorithm.teacher", "the reference is the initial policy of the run without it"),
+        "save_interval": ("runner.save_interval", ""),
+        "eval_interval": ("runner.eval_interval", ""),
+        "num_steps_per_rollout": ("actor.global_batch_size", "the size of one"),
+        "dynamic_sampling_filter_path": ("algorithm.filter.enabled", "algorithm=dapo"),
+        "use_opd": ("algorithm.teacher", "algorithm=opd"),
+        "opd_kl_coef": ("algorithm.kl.coef", "algorithm=opd"),
+        "pipeline_model_parallel_size, context_parallel_size, expert_model_parallel_size": ("", _PARALLEL),
+        "expert_tensor_parallel_size, sequence_parallel": ("", _PARALLEL),
+        "prompt_data, input_key, label_key, apply_chat_template, eval_prompt_data": ("", _TEXT),
+        "rollout_max_response_len, eval_max_response_len, max_tokens_per_gpu": ("", _LENGTHS),
+        "use_dynamic_batch_size, balance_data": ("", _LENGTHS),
+        "rm_type": ("reward.fn", ""),
+        "recompute_granularity, recompute_method, recompute_num_layers": ("actor.gradient_checkpointing", "true"),
+        "optimizer_cpu_offload": ("actor.enable_offload", "between updates"),
+        "rollout_num_gpus_per_engine": ("", "remove it: each rollout process holds a whole policy"),
+        "hidden_size, ffn_hidden_size, num_layers, num_attention_heads, num_query_groups": ("", _SIZES),
+        "vocab_size, kv_channels, rotary_base, norm_epsilon, swiglu": ("", _SIZES),
+        "group_query_attention, disable_bias_linear, untie_embeddings_and_output_weights": ("", _SIZES),
+        "attention_dropout, hidden_dropout": ("", "remove it: no policy drops out"),
+        "attention_softmax_in_fp32, accumulate_allreduce_grads_in_fp32": ("actor.precision", "fp32 for all of it"),
+        "sglang_mem_fraction_static": ("", _SERVER),
+        "n_samples_per_eval_prompt": ("env.eval.num_episodes", ""),
+        "use_wandb": ("runner.logger.wandb_mode", "online"),
+        "runtime_env_json": ("", _LAUNCH),
     },
     "SimpleVLA-RL": {
         "data.task_suite_name": ("env.suite", "env=libero_spatial and its siblings"),
@@ -160,12 +286,14 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "actor_rollout_ref.rollout.n": ("algorithm.group_size", ""),
         "actor_rollout_ref.rollout.temperature": ("algorithm.sampling.temperature", ""),
         "actor_rollout_ref.rollout.top_k": ("algorithm.sampling.top_k", "-1: 0"),
+        "actor_rollout_ref.rollout.max_num_batched_tokens": ("rollout.vllm.max_num_batched_tokens", ""),
         "actor_rollout_ref.rollout.gpu_memory_utilization": (
             "",
             "remove it: the memory of vLLM's cache follows from rollout.vllm.max_num_seqs",
         ),
         "actor_rollout_ref.rollout.tensor_model_parallel_size": ("", "each rollout process holds a whole policy"),
-        "critic.optim.lr": ("actor.optim.value_lr", "the critic is a head of the policy"),
+        "critic.optim.lr": ("actor.optim.value_lr", ""),
+        "critic.model.path": ("algorithm.critic.kind", "network: a small network of its own"),
         "critic.cliprange_value": ("algorithm.value_clip", ""),
         "trainer.critic_warmup": ("actor.optim.critic_warmup_iterations", ""),
         "trainer.total_training_steps": ("runner.max_iterations", ""),
@@ -179,6 +307,60 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "trainer.experiment_name": ("runner.name", ""),
         "trainer.default_local_dir": ("runner.output_dir", ""),
         "trainer.resume_mode": ("", "`embodrl resume RUN`"),
+        "trainer.val_before_train": ("runner.eval_at_start", ""),
+        "trainer.max_actor_ckpt_to_keep": ("runner.keep_last_n", ""),
+        "trainer.device": ("cluster.device", ""),
+        "trainer.log_val_generations": ("env.video.enabled", "videos of evaluations"),
+        "algorithm.filter_groups.enable": ("algorithm.filter.enabled", "algorithm=dapo"),
+        "algorithm.filter_groups.max_num_gen_batches": ("algorithm.filter.max_resamples", ""),
+        "data.train_batch_size": ("env.train.total_num_envs", "divided by the groups: groups times their size"),
+        "data.val_batch_size": ("env.eval.total_num_envs", ""),
+        "data.dir, data.path": ("sft.data_dir", "a dataset to imitate"),
+        "data.*": ("", _TEXT),
+        "reward_model.model.path": ("reward.model", "a reward model of `embodrl reward train`"),
+        "reward_model.*, custom_reward_function.path": ("reward.fn", "module:function"),
+        "actor_rollout_ref.model.lora_rank": ("model.lora.rank", "with model.trainable=lora"),
+        "actor_rollout_ref.model.lora_alpha": ("model.lora.alpha", ""),
+        "actor_rollout_ref.model.use_remove_padding, actor_rollout_ref.actor.use_dynamic_bsz": ("", _LENGTHS),
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": ("", _LENGTHS),
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": ("", _PARALLEL),
+        "actor_rollout_ref.actor.strategy": ("actor.training_backend", "actor=fsdp or actor=megatron"),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": ("algorithm.logprob_type", "gspo: algorithm=gspo"),
+        "actor_rollout_ref.actor.optim.weight_decay": ("actor.optim.weight_decay", ""),
+        "actor_rollout_ref.actor.clip_ratio_low": ("algorithm.clip_ratio_low", ""),
+        "actor_rollout_ref.actor.clip_ratio_high": ("algorithm.clip_ratio_high", ""),
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": ("actor.enable_offload", ""),
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": (
+            "actor.tensor_parallel_size",
+            "with actor=megatron",
+        ),
+        "actor_rollout_ref.actor.megatron.param_offload": ("actor.enable_offload", ""),
+        "actor_rollout_ref.actor.megatron.optimizer_offload": ("actor.enable_offload", ""),
+        "actor_rollout_ref.actor.megatron.*": ("", _PARALLEL),
+        "actor_rollout_ref.ref.*": ("", _REFERENCE),
+        "actor_rollout_ref.rollout.max_num_seqs": ("rollout.vllm.max_num_seqs", ""),
+        "actor_rollout_ref.rollout.free_cache_engine": ("rollout.enable_offload", ""),
+        "actor_rollout_ref.rollout.mode": ("rollout.workflow", "episodes that wait for nobody"),
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": ("env.eval.decoding", "greedy, sampled, mean or all"),
+        "actor_rollout_ref.rollout.val_kwargs.n": ("env.eval.num_episodes", ""),
+        "actor_rollout_ref.rollout.multi_turn": ("", _TEXT),
+        "actor_rollout_ref.rollout.*": ("", _SERVER),
+        "critic.model.enable_gradient_checkpointing, critic.model.fsdp_config": (
+            "",
+            "remove it: a critic of its own is small",
+        ),
+        "critic.ppo_micro_batch_size_per_gpu": ("actor.micro_batch_size", "the critic's, too"),
+        "critic.hidden_sizes": ("algorithm.critic.hidden_sizes", "with algorithm.critic.kind=network"),
+        "critic.lr": ("actor.optim.value_lr", ""),
+        "critic.*": ("algorithm.critic.kind", "network: a small network of its own, trained with the policy's backend"),
+        "profiler.*, global_profiler.*": ("", "`embodrl profile` shows what every process does"),
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": ("actor.optim.lr_warmup_iterations", ""),
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_iterations", ""),
+        "actor_rollout_ref.actor.ppo_micro_batch_size": ("actor.micro_batch_size", ""),
+        "actor_rollout_ref.model.*, actor_rollout_ref.actor.*": (
+            "",
+            "remove it: section actor of embodrl has the settings of training; `embodrl explain actor` lists them",
+        ),
     },
     "lerobot": {
         "policy.type": ("model.model_type", "pi0, pi05, pi0_fast, smolvla; any other: model=lerobot, for `eval`"),
@@ -232,7 +414,9 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "capture_video": ("env.video.enabled", "evaluations"),
     },
 }
-"""System -> its key -> the key here, "" for none, and a remark. A key also stands for those below it."""
+"""System -> its key -> the key here, "" for none, and a remark. ``NAME.*`` stands for all keys below NAME that have no
+entry of their own.
+"""
 
 
 def foreign_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None:
@@ -242,12 +426,21 @@ def foreign_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | 
         key: key that is unknown here, or its first part.
         given: returns whether the configuration has a longer key.
     """
+
+    def below(name: str) -> bool:
+        return name.startswith(f"{key}.") and given(name)
+
+    entries = [
+        (name, *pair) for keys in FOREIGN_KEYS.values() for names, pair in keys.items() for name in names.split(", ")
+    ]
     found: dict[str, tuple[str, str]] = {}
-    for keys in FOREIGN_KEYS.values():
-        for names, answer in keys.items():
-            for name in names.split(", "):
-                if name == key or (name.startswith(f"{key}.") and given(name)):
-                    found.setdefault(name, answer)
+    for name, ours, remark in entries:
+        if not name.endswith(".*") and (name == key or below(name)):
+            found.setdefault(name, (ours, remark))
+    if not found:
+        stems = [(name.removesuffix(".*"), ours, remark) for name, ours, remark in entries if name.endswith(".*")]
+        near = [stem for stem in stems if stem[0] == key or key.startswith(f"{stem[0]}.") or below(stem[0])]
+        found = {name: (ours, remark) for name, ours, remark in sorted(near, key=lambda stem: len(stem[0]))[-1:]}
     if not found:
         return None
     hints = {name: _hint(ours, remark) for name, (ours, remark) in found.items()}

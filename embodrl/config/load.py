@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -19,11 +19,12 @@ from embodrl.config.nodes import DOTTED_NAMES, SPECIAL_KEY, Node, Origin, from_p
 from embodrl.config.presets import of_algorithm
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
-from embodrl.config.rules import run_rules
+from embodrl.config.rules import Report, run_rules
 from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb
+from embodrl.config.training_share import ShareChoice, fill_training_share
 from embodrl.config.trust import untrusted_code
 from embodrl.config.yaml_text import to_yaml
 from embodrl.deployment import Deployment, Solution, solve
@@ -48,7 +49,9 @@ class LoadedConfig:
         choices: preset group -> preset, as far as the user chose.
         notes: settings that are allowed but have no effect or a surprising one.
         processes: the choice for ``env.num_processes: auto``; None where a number was given.
+        share: the choice for ``cluster.training_share: auto``; None where a number was given.
         obstacles: reasons why a planned run could not start on this machine.
+        check: runs the rules again, for another placement.
     """
 
     config: Config
@@ -57,7 +60,9 @@ class LoadedConfig:
     choices: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     processes: ProcessChoice | None = None
+    share: ShareChoice | None = None
     obstacles: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
+    check: Callable[[Config, Solution], Report] | None = field(default=None, repr=False, compare=False)
 
     @property
     def deployment(self) -> Deployment:
@@ -76,19 +81,27 @@ class LoadedConfig:
         """Return a copy with the measured number of simulator processes in place of ``auto``."""
         assert self.processes is not None
         env = self.config.env.model_copy(update={"num_processes": number})
-        loaded = self.with_config(self.config.model_copy(update={"env": env}))
-        return replace(loaded, processes=replace(self.processes, num_processes=number, measured=True))
+        cluster = self.config.cluster
+        share = None if self.share is None else self.share.with_processes(number)
+        if share is not None:
+            cluster = cluster.model_copy(update={"training_share": share.training_share})
+        loaded = self.with_config(self.config.model_copy(update={"env": env, "cluster": cluster}))
+        return replace(loaded, share=share, processes=replace(self.processes, num_processes=number, measured=True))
 
     def with_absolute_paths(self) -> Self:
-        """Return a copy with absolute paths to the model's files, so that it is valid from any directory."""
+        """Return a copy with absolute paths to the files of the model and its teacher, valid from any directory."""
         model = self.config.model
         changes = {
             name: str(Path(text).expanduser().absolute())
             for name in ("model_path", "warm_start", "lora_path", "stats_path")
             if (text := getattr(model, name)) is not None and path_kind(text) and text != BUILTIN
         }
-        config = self.config.model_copy(update={"model": model.model_copy(update=changes)})
-        return replace(self, config=config)
+        algorithm = self.config.algorithm
+        if algorithm.teacher is not None:
+            teacher = str(Path(algorithm.teacher).expanduser().absolute())
+            algorithm = algorithm.model_copy(update={"teacher": teacher})
+        changed = {"model": model.model_copy(update=changes), "algorithm": algorithm}
+        return replace(self, config=self.config.model_copy(update=changed))
 
     def to_yaml(self, with_origin: bool = False) -> str:
         """Return the whole configuration as YAML that ``load_resolved`` reads, optionally with origins as comments."""
@@ -220,13 +233,18 @@ def finish(
     schema = schema_of(tree)
     fill_batches(tree, schema)
     processes = fill_processes(tree, schema)
+    share = fill_training_share(tree)
     config, invalid, wrong = validate(tree, schema, verb)
     problems += wrong
     # Rules that read one of these keys would check its default.
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
-    context = Context(config, tree, solution, resuming, verb, made_before, composition.choices)
-    report = run_rules(context, invalid, verb, further_rules)
+
+    def check(config: Config, solution: Solution) -> Report:
+        context = Context(config, tree, solution, resuming, verb, made_before, composition.choices)
+        return run_rules(context, invalid, verb, further_rules)
+
+    report = check(config, solution)
     problems += report.errors
     if not_imported:
         problems = without_consequences(problems, config)
@@ -235,7 +253,9 @@ def finish(
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
     notes = composition.notes + without_entries + commits + report.notes
-    return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
+    return LoadedConfig(
+        config, origins, solution, composition.choices, notes, processes, share, report.obstacles, check
+    )
 
 
 def origin_of_value(tree: Node, key: str) -> Origin:

@@ -103,11 +103,11 @@ def machine() -> dict[str, object]:
     return {"host": platform.node(), "processor": processor().name, "cores": len(os.sched_getaffinity(0))}
 
 
-def cache_path(settings: Mapping[str, object]) -> Path:
-    """Return the file of the measurement for these settings, below the user's cache directory."""
+def cache_path(settings: Mapping[str, object], kind: str = "processes") -> Path:
+    """Return the file of the measurement of a kind for these settings, below the user's cache directory."""
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "embodrl" / "processes" / f"{digest[:32]}.json"
+    return (Path(root) if root else Path.home() / ".cache") / "embodrl" / kind / f"{digest[:32]}.json"
 
 
 def read_choice(path: Path) -> int | None:

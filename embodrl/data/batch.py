@@ -166,7 +166,7 @@ class Batch:
             if column is not None:
                 result[name] = column
             elif name in result:
-                result.pop(name)
+                Batch.pop(result, name)
         return result
 
     def select(self, *keys: Key) -> Self:
@@ -186,7 +186,7 @@ class Batch:
     def pop(self, *keys: Key) -> Self:
         """Remove columns from this batch and return them as a batch; on BatchKeyError nothing is removed."""
         # Select first: if a name is unknown, nothing is removed.
-        taken = self.select(*keys)
+        taken = cast("Self", Batch.select(self, *keys))  # a subclass may spell it otherwise
         for key in keys:
             if key in self.objects:
                 del self.objects[cast(str, key)]

@@ -1,4 +1,4 @@
-"""Demonstrations in memory, for recording and training.
+"""Demonstrations as arrays, for recording and training.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -6,7 +6,7 @@ Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimension
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.data.pictures import Shape
 from embodrl.errors import EmbodrlError, FileDamagedError
 
 MAX_FRAMES = 10**8
@@ -223,11 +224,15 @@ class Demos:
         return Demos.of_episodes(columns, lengths, self.said(frames), self.tasks[episodes], outcomes)
 
     @classmethod
-    def concat(cls, parts: Sequence[Demos]) -> Demos:
-        """Return the episodes of all parts, in order, without outcomes."""
+    def concat(cls, parts: Sequence[Demos], place: Callable[[Shape], NDArray[np.uint8]] | None = None) -> Demos:
+        """Return the episodes of all parts, in order, without outcomes; ``place`` makes the array of their images."""
         every = [part._columns() for part in parts]
         shared = [name for name in every[0] if all(name in columns for columns in every)]
-        columns = {name: np.concatenate([columns[name] for columns in every]) for name in shared}
+        out: dict[str, NDArray[np.uint8]] = {}
+        if place is not None:
+            frames = sum(len(part.actions) for part in parts)
+            out["images"] = place((frames, *parts[0].images.shape[1:]))
+        columns = {name: np.concatenate([columns[name] for columns in every], out=out.get(name)) for name in shared}
         lengths = [int(n) for part in parts for n in np.bincount(part.episode, minlength=part.num_episodes)]
         return cls.of_episodes(
             columns,

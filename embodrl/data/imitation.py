@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
 from embodrl.data.lerobot import IMAGES, camera_key
 from embodrl.data.load import camera_names, load_demos
+from embodrl.data.pictures import Place, in_memory
 from embodrl.data.replay import POLICY
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hub import DATASET_FILES, fetch, parse_dataset
@@ -46,10 +47,11 @@ def not_lerobot(directory: Path, without: str) -> EmbodrlError:
     )
 
 
-def load_configured_demos(config: Config) -> Demos:
+def load_configured_demos(config: Config, place: Place = in_memory) -> Demos:
     """Load the demonstrations of ``config.sft``, downloading if needed; of LeRobot's, the cameras in ``env.cameras``.
 
-    Raises EmbodrlError if they are missing or damaged, or the cameras ambiguous.
+    ``place`` makes the array of their images. Raises EmbodrlError if they are missing or damaged, or the cameras
+    ambiguous.
     """
     settings = config.sft
     cameras = config.env.cameras
@@ -61,7 +63,7 @@ def load_configured_demos(config: Config) -> Demos:
             raise not_lerobot(directory, "cameras=null")
         if settings.keys:
             raise not_lerobot(directory, "keys={}")
-        return load_demos(directory, settings.max_episodes)
+        return load_demos(directory, settings.max_episodes, place=place)
     chosen = settings.cameras
     if chosen is None:
         chosen = tuple(camera.name for camera in cameras)
@@ -75,7 +77,8 @@ def load_configured_demos(config: Config) -> Demos:
                 "list the dataset's cameras to use in sft.cameras, in the order of env.cameras",
                 code="sft-camera-missing",
             )
-    return load_demos(directory, settings.max_episodes, chosen, (cameras[0].height, cameras[0].width), settings.keys)
+    size = (cameras[0].height, cameras[0].width)
+    return load_demos(directory, settings.max_episodes, chosen, size, settings.keys, place)
 
 
 def check_robot(config: Config) -> None:
@@ -101,15 +104,63 @@ def check_robot(config: Config) -> None:
         )
 
 
-def load_checked_demos(config: Config) -> Demos:
+def load_checked_demos(config: Config, place: Place = in_memory) -> Demos:
     """Load the demonstrations of ``sft.data_dir`` and check that the configured policy can imitate them.
 
     Raises EmbodrlError if they are damaged, or robot or cameras differ from the environment's.
     """
     check_robot(config)
-    demos = load_configured_demos(config)
+    demos = load_configured_demos(config, place)
     check_demos(demos, config)
     return demos
+
+
+def data_configs(config: Config) -> list[Config]:
+    """Return the configuration with ``sft.data_dir`` set to each dataset that ``sft.further_data`` mixes, in order."""
+    further = [config.sft.model_copy(update={"data_dir": directory}) for directory in config.sft.further_data]
+    return [config, *(config.model_copy(update={"sft": settings}) for settings in further)]
+
+
+def check_mixed_facts(config: Config) -> None:
+    """Check that the datasets of ``sft.data_dir`` and ``sft.further_data`` exist and can be mixed, without frames.
+
+    Raises EmbodrlError if one is missing or damaged, or differs from the first in actions, state or, where the cameras
+    are not chosen by name, their number.
+    """
+    every = [read_facts(data_directory(one.sft.data_dir), one.sft.keys) for one in data_configs(config)]
+    for facts, directory in zip(every[1:], config.sft.further_data, strict=True):
+        pairs = {"action dimensions": (facts.action_dim, every[0].action_dim)}
+        if config.env.include_state:
+            pairs["state dimensions"] = (facts.state_dim, every[0].state_dim)
+        if camera_names(data_directory(directory), config.sft.keys) is None:
+            pairs["cameras"] = (len(facts.cameras), len(config.env.cameras))
+        _refuse_differences(pairs, directory, config)
+
+
+def _refuse_differences(pairs: Mapping[str, tuple[object, object]], directory: str, config: Config) -> None:
+    wrong = [f"{name}: {found}, not {first}" for name, (found, first) in pairs.items() if found != first]
+    if wrong:
+        raise EmbodrlError(
+            f"{directory} of sft.further_data can't be mixed with {config.sft.data_dir}: {'; '.join(wrong)}",
+            "mix datasets with the same actions, state and cameras",
+            code="sft-data-differ",
+        )
+
+
+def load_further_demos(config: Config, first: Demos, place: Place = in_memory) -> list[Demos]:
+    """Load the demonstrations of ``sft.further_data`` and check them like those of ``sft.data_dir``, which are given.
+
+    Raises EmbodrlError as ``load_checked_demos``, or if they can't be mixed with the first.
+    """
+    found: list[Demos] = []
+    for one in data_configs(config)[1:]:
+        demos = load_checked_demos(one, place)
+        pairs: dict[str, tuple[object, object]] = {"images": (demos.images.shape[1:], first.images.shape[1:])}
+        if config.env.include_state:
+            pairs["state dimensions"] = (demos.state.shape[1], first.state.shape[1])
+        _refuse_differences(pairs, one.sft.data_dir, config)
+        found.append(demos)
+    return found
 
 
 def hold_out(demos: Demos, settings: SftConfig) -> tuple[Demos, Demos | None]:
@@ -228,16 +279,25 @@ class FrameBatches:
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
         """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of actions within the episode."""
-        size = self.settings.batch_size
         demos = self.demos
-        while len(self._order) < size:
-            self._order = np.concatenate([self._order, self.frames[self._rng.permutation(len(self.frames))]])
-        frames = self._order[:size]
-        self._order = self._order[size:]
+        frames = self._draw(self.settings.batch_size)
         actions, inside = demos.action_chunks(frames, self.horizon)
         images = shift_images(demos.images[frames], self.settings.random_shift_px, self._rng)
         observation = replace(observation_of(demos, frames, images), state=self._state[frames])
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
+
+    def _draw(self, size: int) -> NDArray[np.int64]:
+        """Return the next frames."""
+        frames, self._order = self._drawn(size, self._order, self.frames)
+        return frames
+
+    def _drawn(
+        self, size: int, order: NDArray[np.int64], every: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the next frames in an order, and the rest of it; ``every`` is shuffled where it ends."""
+        while len(order) < size:
+            order = np.concatenate([order, every[self._rng.permutation(len(every))]])
+        return order[:size], order[size:]
 
     def state(self) -> tuple[dict[str, Any], Tensor]:
         """Return the random state as JSON, and ``int64[...]``, the remaining frames of the epoch."""
@@ -286,6 +346,46 @@ class DatasetBatches(FrameBatches):
             return
         refuse_others(rng, self.demos, self.settings.data_dir)
         super().load_state(rng["rng"], order)
+
+
+class MixedBatches(DatasetBatches):
+    """Batches whose frames are drawn from several datasets by weight, each of which is shuffled once per own epoch.
+
+    Args:
+        demos: demonstrations of all datasets, one after another.
+        sizes: numbers of frames of the datasets.
+        settings: section ``sft``.
+        horizon: H, actions that the policy learns per frame.
+        seed: seed of the datasets drawn, their orders and the random shifts.
+        include_state: as for ``FrameBatches``.
+    """
+
+    def __init__(
+        self,
+        demos: Demos,
+        sizes: Sequence[int],
+        settings: SftConfig,
+        horizon: int,
+        seed: int,
+        include_state: bool = False,
+    ) -> None:
+        super().__init__(demos, settings, horizon, seed, include_state)
+        self._borders = np.cumsum(sizes)
+        weights = np.array(sizes if settings.data_weights is None else settings.data_weights, np.float64)
+        self._shares = weights / weights.sum()
+
+    def _draw(self, size: int) -> NDArray[np.int64]:
+        chosen = self._rng.choice(len(self._shares), size, p=self._shares)
+        frames = np.zeros(size, np.int64)
+        owner = np.searchsorted(self._borders, self._order, side="right")
+        rest: list[NDArray[np.int64]] = []
+        for number, border in enumerate(self._borders.tolist()):
+            mine = chosen == number
+            every = np.arange(self._borders[number - 1] if number else 0, border)
+            frames[mine], left = self._drawn(int(mine.sum()), self._order[owner == number], every)
+            rest.append(left)
+        self._order = np.concatenate(rest)
+        return frames
 
 
 IMITATED = "imitated"

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
@@ -28,7 +27,8 @@ from embodrl.data.lerobot_episodes import Clip, Located, locate, of_the_train_sp
 from embodrl.data.lerobot_info import Feature, Info, choose_cameras, missing_action, read_info
 from embodrl.data.lerobot_outcomes import OTHERS, SUCCESS, outcome_columns, read_outcomes
 from embodrl.data.lerobot_videos import check_size, frames_at, frames_of, shown_in
-from embodrl.data.parquet import MEMORY_FRACTION, Table
+from embodrl.data.parquet import Table
+from embodrl.data.pictures import Place, in_memory
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
 from embodrl.storage.integrity import check_checksums
@@ -47,6 +47,7 @@ def load_lerobot(
     cameras: Sequence[str] | None = None,
     size: tuple[int, int] | None = None,
     keys: Mapping[str, str] | None = None,
+    place: Place = in_memory,
 ) -> Demos:
     """Load a dataset; arguments and errors as in ``load_demos``."""
     episode_files = [path.relative_to(directory).as_posix() for path in (directory / "meta/episodes").glob("*/*")]
@@ -66,33 +67,32 @@ def load_lerobot(
         check_checksums(directory, sorted(path.relative_to(directory).as_posix() for path in files), complete=True)
     numbers = {episode.number for episode in episodes}
     others = [episode for episode in every if episode.number not in numbers]
-    return _Loading(directory, info, episodes, others, chosen, size).load(read_tasks(directory, info))
+    loading = _Loading(info, episodes, others, chosen, size)
+    return loading.load(read_tasks(directory, info), place)
 
 
 class _Loading:
     """Reads the frames of some episodes into one array per column.
 
     Images are resized to ``size`` (height, width); None keeps the dataset's size. ``others`` are the episodes that are
-    not read. Raises EmbodrlError if the cameras differ in size, or the images do not fit in memory.
+    not read. Raises EmbodrlError if the cameras differ in size.
     """
 
     def __init__(
         self,
-        directory: Path,
         info: Info,
         episodes: list[Located],
         others: list[Located],
         keys: list[str],
         size: tuple[int, int] | None,
     ) -> None:
-        self.directory = directory
+        self.directory = directory = info.path.parents[1]
         self.info = info
         self.episodes = episodes
         self.others = others
         self.keys = keys
         self.lengths = [episode.length for episode in episodes]
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        frames = int(self.starts[-1])
         shapes = {key: info.features[key].picture_size for key in keys}
         self.size = size or next(iter(shapes.values()), (0, 0))
         if size is None and any(shape != self.size for shape in shapes.values()):
@@ -101,25 +101,17 @@ class _Loading:
                 "choose cameras of one size, or give a size",
                 code="dataset-camera-sizes",
             )
-        wanted = frames * len(keys) * self.size[0] * self.size[1] * 3
-        free = psutil.virtual_memory().available
-        if wanted > MEMORY_FRACTION * free:
-            raise EmbodrlError(
-                f"the images of {frames} frames in {directory} take {wanted / 2**30:.1f} GB of memory at"
-                f" {self.size[0]} x {self.size[1]}, and {free / 2**30:.1f} GB are free",
-                "set sft.max_episodes, fewer sft.cameras, or smaller env.cameras",
-                code="dataset-too-large",
-            )
-        self.images = np.zeros((frames, len(keys), *self.size, 3), np.uint8)
-        self.times = np.zeros(frames)
+        self.images = np.zeros((0, len(keys), *self.size, 3), np.uint8)
+        self.times = np.zeros(int(self.starts[-1]))
         """Seconds since the first frame of the episode."""
         self.unlisted = 0
         """Rows of unlisted episodes."""
         self.restarted = 0
         """Episodes whose times come from another clock than their videos."""
 
-    def load(self, tasks: dict[int, str]) -> Demos:
+    def load(self, tasks: dict[int, str], place: Place) -> Demos:
         """Read all frames; ``tasks`` maps task_index to instruction."""
+        self.images = place(self.directory, (len(self.times), *self.images.shape[1:]))
         vectors, instructions = self._rows(tasks)
         for view, key in enumerate(self.keys):
             if self.info.features[key].dtype == "video":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from embodrl.data.demos import Demos
 from embodrl.data.lerobot import INFO
+from embodrl.data.pictures import Place, in_memory
 from embodrl.data.raw import load_raw
 
 
@@ -16,6 +17,7 @@ def load_demos(
     cameras: Sequence[str] | None = None,
     size: tuple[int, int] | None = None,
     keys: Mapping[str, str] | None = None,
+    place: Place = in_memory,
 ) -> Demos:
     """Load a LeRobot dataset or the output of ``collect.format=raw``.
 
@@ -25,16 +27,17 @@ def load_demos(
         cameras: cameras of a LeRobot dataset, in this order; None takes all, in the order of the dataset.
         size: height and width to resize images of a LeRobot dataset to; None keeps them.
         keys: ``sft.keys``: features of a LeRobot dataset by embodrl's names.
+        place: makes the array of all images.
 
     Raises:
-        EmbodrlError: no demonstrations, a missing or damaged file, or an unknown camera.
+        EmbodrlError: no demonstrations, images without room, a missing or damaged file, or an unknown camera.
         MissingDependencyError: the extra ``datasets`` is not installed.
     """
     if is_lerobot(directory):
         from embodrl.data.lerobot_reader import load_lerobot
 
-        return load_lerobot(directory, max_episodes, cameras, size, keys)
-    return load_raw(directory, max_episodes)
+        return load_lerobot(directory, max_episodes, cameras, size, keys, place)
+    return load_raw(directory, max_episodes, place)
 
 
 def is_lerobot(directory: Path) -> bool:

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from embodrl.data.demos import HINT, damaged, layout_error
 from embodrl.data.lerobot import require
+from embodrl.data.pictures import MEMORY_FRACTION
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, check_regular_file, with_whole_numbers
 
-MEMORY_FRACTION = 0.7
-"""Fraction of the free memory that data may fill."""
 VALUE_BYTES = 8
 """Bytes of the largest number in a column."""
 

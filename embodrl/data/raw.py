@@ -5,12 +5,15 @@ Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimension
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
@@ -26,15 +29,19 @@ from embodrl.data.demos import (
     damaged,
 )
 from embodrl.data.facts import RAW_INDEX, check_shard, missing
+from embodrl.data.pictures import Place, Shape, in_memory
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, read_fields
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums
 from embodrl.storage.json_file import write_json_file
-from embodrl.storage.tensor_files import load_arrays
+from embodrl.storage.tensor_files import open_tensors
 
 INDEX = RAW_INDEX
 FORMAT = 1
+IMAGES = "images"
+STORED: dict[type[np.generic], str] = {np.uint8: "U8", np.float32: "F32", np.bool_: "BOOL"}
+"""Names of dtypes in safetensors files."""
 COLUMNS = {"images": (np.uint8, 5), "state": (np.float32, 2), "actions": (np.float32, 2)}
 """Dtype and number of axes of each column."""
 OUTCOMES = {EXECUTED: (np.float32, 2), REWARD: (np.float32, 1), TERMINATED: (np.bool_, 1)}
@@ -107,8 +114,11 @@ class _Entry:
     success: bool | None
 
 
-def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
-    """Load demonstrations of the format ``raw``; EmbodrlError if there are none, or a file is missing or damaged."""
+def load_raw(directory: Path, max_episodes: int | None = None, place: Place = in_memory) -> Demos:
+    """Load demonstrations of the format ``raw``; ``place`` makes the array of their images.
+
+    Raises EmbodrlError if there are none, or a file is missing or damaged.
+    """
     path = directory / INDEX
     if not path.is_file():
         raise missing(directory)
@@ -117,23 +127,12 @@ def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
     names = list(dict.fromkeys(entry.shard for entry in entries))
     if checked:
         check_checksums(directory, names, complete=True)
-    shards = {name: _load_shard(directory / name) for name in names}
-    parts: dict[str, list[Array]] = {column: [] for column in set.intersection(*map(set, shards.values()))}
-    for number, entry in enumerate(entries):
-        shard = shards[entry.shard]
-        file = directory / entry.shard
-        if entry.start + entry.length > len(shard["actions"]):
-            raise damaged(file, f"it lacks frames of episode {number}")
-        for column in parts:
-            values = shard[column]
-            parts[column].append(values[entry.start : entry.start + entry.length])
-        for column in {"actions", "state", EXECUTED} & parts.keys():
-            check_numbers(file, column, parts[column][-1], number)
-    for column, values in parts.items():
-        if len({part.shape[1:] for part in values}) > 1:
-            raise damaged(directory, f"the shapes of {column} differ between its shards")
+    columns, shape = _read_columns(directory, entries)
+    images = place(directory, (len(columns["actions"]), *shape))
+    if images.size:
+        _read_images(directory, entries, images)
     return Demos.of_episodes(
-        {column: np.concatenate(values) for column, values in parts.items()},
+        {**columns, IMAGES: images},
         [entry.length for entry in entries],
         [entry.instruction for entry in entries],
         [entry.task for entry in entries],
@@ -171,22 +170,68 @@ def _file_name(entry: Fields) -> str:
     return name
 
 
-def _load_shard(path: Path) -> dict[str, Array]:
-    check_shard(path)
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        shard = load_arrays(path)
+        with open_tensors(path, "np") as reader:
+            yield reader
     except OSError as error:
         raise damaged(path, error) from error
-    if "actions" not in shard:
-        raise damaged(path, "it has no actions")
-    shard.setdefault(
-        "state", np.zeros((len(shard["actions"]), 0), np.float32)
-    )  # collected before states were supported
-    present = COLUMNS | (OUTCOMES if OUTCOMES.keys() <= shard.keys() else {})
-    for column, (dtype, axes) in present.items():
-        if column not in shard:
-            raise damaged(path, f"it has no {column}")
-        values = shard[column]
-        if values.dtype != dtype or values.ndim != axes or len(values) != len(shard["actions"]):
-            raise damaged(path, f"{column} is {values.dtype}{list(values.shape)}, with {len(shard['actions'])} actions")
-    return {column: shard[column] for column in present}
+
+
+def _load_shard(path: Path) -> tuple[dict[str, Array], Shape]:
+    """Return the columns of a shard without its images, and their shape."""
+    check_shard(path)
+    with _opened(path) as reader:
+        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118
+        if "actions" not in slices:
+            raise damaged(path, "it has no actions")
+        present = COLUMNS | (OUTCOMES if OUTCOMES.keys() <= slices.keys() else {})
+        if "state" not in slices:  # collected before states were supported
+            del present["state"]
+        shapes: dict[str, Shape] = {name: tuple(one.get_shape()) for name, one in slices.items()}
+        count = next(iter(shapes["actions"]), 0)
+        for column, (dtype, axes) in present.items():
+            if column not in slices:
+                raise damaged(path, f"it has no {column}")
+            stored, shape = str(slices[column].get_dtype()), shapes[column]
+            if stored != STORED[dtype] or len(shape) != axes or shape[0] != count:
+                raise damaged(path, f"{column} is {stored}{list(shape)}, with {count} actions")
+        columns: dict[str, Array] = {name: reader.get_tensor(name) for name in present if name != IMAGES}
+        columns.setdefault("state", np.zeros((count, 0), np.float32))
+        return columns, shapes[IMAGES]
+
+
+def _read_columns(directory: Path, entries: Sequence[_Entry]) -> tuple[dict[str, Array], Shape]:
+    """Return the columns of consecutive episodes without their images, and the shape of the images of a frame."""
+    shards: dict[str, dict[str, Array]] = {}
+    shapes: dict[str, Shape] = {}
+    for name in dict.fromkeys(entry.shard for entry in entries):
+        shards[name], shapes[name] = _load_shard(directory / name)
+    parts: dict[str, list[Array]] = {column: [] for column in set.intersection(*map(set, shards.values()))}
+    for number, entry in enumerate(entries):
+        shard = shards[entry.shard]
+        file = directory / entry.shard
+        if entry.start + entry.length > len(shard["actions"]):
+            raise damaged(file, f"it lacks frames of episode {number}")
+        for column in parts:
+            values = shard[column]
+            parts[column].append(values[entry.start : entry.start + entry.length])
+        for column in {"actions", "state", EXECUTED} & parts.keys():
+            check_numbers(file, column, parts[column][-1], number)
+    found = {column: {part.shape[1:] for part in values} for column, values in parts.items()}
+    for column, kinds in {**found, IMAGES: {shape[1:] for shape in shapes.values()}}.items():
+        if len(kinds) > 1:
+            raise damaged(directory, f"the shapes of {column} differ between its shards")
+    return {column: np.concatenate(values) for column, values in parts.items()}, shapes[entries[0].shard][1:]
+
+
+def _read_images(directory: Path, entries: Sequence[_Entry], images: NDArray[np.uint8]) -> None:
+    """Read the images of consecutive episodes, one episode at a time: a shard may be larger than memory."""
+    starts = np.cumsum([0, *(entry.length for entry in entries)]).tolist()
+    for name in dict.fromkeys(entry.shard for entry in entries):
+        with _opened(directory / name) as reader:
+            stored = reader.get_slice(IMAGES)
+            for start, entry in zip(starts, entries, strict=False):
+                if entry.shard == name:
+                    images[start : start + entry.length] = stored[entry.start : entry.start + entry.length]

@@ -102,6 +102,11 @@ class TrajectoryBatch(Batch):
     source = OptionalColumn()
 
     @classmethod
+    def required(cls) -> tuple[str, ...]:
+        """Return the names of the columns that every rollout has."""
+        return tuple(name for name, column in vars(cls).items() if isinstance(column, Column))
+
+    @classmethod
     def from_rollout(
         cls,
         *,

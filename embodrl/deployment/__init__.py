@@ -7,7 +7,7 @@ torch, and only types of the configuration, whose rules read a deployment.
 from __future__ import annotations
 
 from embodrl.deployment.grammar import COMPONENTS, PlacementError, ProcessPlace
-from embodrl.deployment.solver import Deployment, Solution, solve
+from embodrl.deployment.solver import Deployment, Solution, solutions, solve
 from embodrl.deployment.topology import Gpu, Machine, Topology, read_machine
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "Solution",
     "Topology",
     "read_machine",
+    "solutions",
     "solve",
 ]

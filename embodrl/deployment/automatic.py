@@ -4,12 +4,14 @@ If rollouts and training take turns, sharing all devices (colocated) is fastest.
 asynchronous run, each has devices of its own (disaggregated), and an iteration takes as long as the slower of the two:
 with a share s of the work in training, a actors and r rollouts, max(s / a, (1 - s) / r). The minimum over all
 a + r <= devices that the batch sizes allow is chosen; ties go to the smallest sum. ``auto`` takes the first without,
-the second with ``runner.max_staleness``. With ``hybrid`` the simulators have devices of their own beside those of the
-acting policy, as where they render or simulate on GPUs, and training takes its turn on all of them.
+the second with ``runner.max_staleness``; where that does not fit the memories, the fastest one that does. With
+``hybrid``, for simulators that render or simulate on GPUs, some devices are for the simulators and the others for the
+acting policy, and training takes its turn on all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,14 +35,14 @@ class Choice:
     reasons: tuple[str, ...]
 
 
-def choose(config: Config, gpus_per_node: int) -> Choice:
-    """Return the placement that ``cluster.placement`` names, on all GPUs of the cluster, or on its machines if they
-    have none.
+def choices(config: Config, gpus_per_node: int) -> Iterator[Choice]:
+    """Yield the placements that ``cluster.placement`` allows, on all GPUs of the cluster, or on its machines if they
+    have none; the fastest first.
 
     The run's own ``cluster.component_placement`` is ignored.
 
     Raises:
-        PlacementError: the devices can't be divided as the name says.
+        PlacementError: the devices can't be divided as the name says; raised before the first placement.
     """
     cluster = config.cluster
     size = cluster.num_nodes * (gpus_per_node or 1)
@@ -48,8 +50,8 @@ def choose(config: Config, gpus_per_node: int) -> Choice:
     have = f"{size} {what}{'s' if size > 1 else ''}"
     kind = cluster.placement
     if kind == "hybrid":
-        return _hybrid(config, have, gpus_per_node)
-    ahead = config.runner.max_staleness > 0
+        yield _hybrid(config, have, gpus_per_node)
+        return
     actors, training = _actors(config, size)
     rollouts, acting = _rollouts(config, size)
     sizes = [(a, r) for a in actors for r in rollouts if a + r <= size]
@@ -57,44 +59,71 @@ def choose(config: Config, gpus_per_node: int) -> Choice:
         limits = f": training: {training}; rollouts: {acting}" if size > 1 else ""
         raise _indivisible(f"{have} can't be divided among training and rollouts{limits}")
     if size == 1:
-        return _explained(dict.fromkeys(COMPONENTS, "0"), [f"{have}: training, rollouts and simulators share it"])
-    if sizes and config.divides_devices:
-        count, acts, reason = _divided(config, have, sizes)
-        where = _ranks(count, count + acts)
-    else:
+        yield _explained(dict.fromkeys(COMPONENTS, "0"), [f"{have}: training, rollouts and simulators share it"])
+        return
+
+    def placed(count: int, acts: int, where: str, reason: str) -> Choice:
+        reasons = [reason, f"training: {count} process(es); {training}", f"rollouts: {acts} process(es); {acting}"]
+        return _with_simulators(config, gpus_per_node, {"actor": _ranks(0, count), "rollout": where}, reasons)
+
+    def shared() -> Choice:
         count = actors[-1]
         acts = rollouts[-1]
-        turns = "rollouts and training take turns (runner.max_staleness=0)"
-        if kind == "colocated":
-            turns = "rollouts and training share them (cluster.placement=colocated)"
-        elif ahead:
-            turns = "are too few to be divided"
-        reason = f"{have}; {turns}: both use as many as they can"
         where = _ranks(0, acts) if size % acts or acts == 1 else _spread(size, acts)
-    places = {"actor": _ranks(0, count), "rollout": where, "env": where}
-    reasons = [reason, f"training: {count} process(es); {training}", f"rollouts: {acts} process(es); {acting}"]
-    if acts == 1 and gpus_per_node > 1:
-        simulators = _largest(gpus_per_node, config.env.num_processes)
-        first = count if where != "0" and count + simulators <= gpus_per_node else 0
-        places["env"] = _ranks(first, first + simulators)
-        reasons.append(f"simulators: on {simulators} GPUs of machine 0, next to the rollout process")
-    return _explained(places, reasons)
+        return placed(count, acts, where, f"{have}; {_shares(config, bool(sizes))}: both use as many as they can")
+
+    divided = (placed(a, r, _ranks(a, a + r), _divides(config, have, a, r)) for a, r in _fastest_first(config, sizes))
+    if sizes and config.divides_devices:
+        yield from divided
+        if kind == "auto":
+            yield shared()
+    else:
+        yield shared()
+        if kind == "auto":
+            yield from divided
 
 
-def _divided(config: Config, have: str, sizes: list[tuple[int, int]]) -> tuple[int, int, str]:
-    """Return the numbers of training and of rollout processes with the shortest iteration, and the reason."""
+def _with_simulators(config: Config, gpus_per_node: int, places: dict[str, str], reasons: list[str]) -> Choice:
+    """Return the placement with simulators beside rollouts; those of one rollout process on several GPUs."""
+    where = places["rollout"]
+    if "," in where or "-" in where or gpus_per_node < 2:
+        return _explained({**places, "env": where}, reasons)
+    simulators = _largest(gpus_per_node, config.env.num_processes)
+    rank = int(where)
+    first = rank if rank + simulators <= gpus_per_node else 0
+    reasons.append(f"simulators: on {simulators} GPUs of machine 0, next to the rollout process")
+    return _explained({**places, "env": _ranks(first, first + simulators)}, reasons)
+
+
+def _shares(config: Config, divisible: bool) -> str:
+    """Return why training and rollouts share devices."""
+    kind = config.cluster.placement
+    if kind == "auto" and config.runner.max_staleness == 0:
+        return "rollouts and training take turns (runner.max_staleness=0)"
+    if kind == "auto" and not divisible:
+        return "are too few to be divided"
+    return f"rollouts and training share them (cluster.placement={kind})"
+
+
+def _divides(config: Config, have: str, count: int, acts: int) -> str:
+    """Return why training has ``count`` devices of its own, and rollouts ``acts``."""
+    cluster = config.cluster
+    why = f"rollouts run while the policy trains (runner.max_staleness={config.runner.max_staleness})"
+    if config.runner.max_staleness == 0:
+        why = f"training and rollouts are apart (cluster.placement={cluster.placement}), and wait for each other"
+    reason = f"{have}; {why}: each has its own, {count} and {acts}, as training is {cluster.training_share:.0%}"
+    return f"{reason} of the work (cluster.training_share)"
+
+
+def _fastest_first(config: Config, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the numbers of training and of rollout processes, the shortest iteration first."""
     share = config.cluster.training_share
 
     def duration(pair: tuple[int, int]) -> tuple[float, float]:
         each = share / pair[0], (1 - share) / pair[1]
         return max(each), sum(each)
 
-    count, acts = min(sizes, key=duration)
-    why = f"rollouts run while the policy trains (runner.max_staleness={config.runner.max_staleness})"
-    if config.runner.max_staleness == 0:
-        why = "training and rollouts are apart (cluster.placement=disaggregated), and wait for each other"
-    reason = f"{have}; {why}: each has its own, {count} and {acts}, as training is {share:.0%} of the work"
-    return count, acts, f"{reason} (cluster.training_share)"
+    return sorted(sizes, key=duration)
 
 
 def _hybrid(config: Config, have: str, gpus_per_node: int) -> Choice:

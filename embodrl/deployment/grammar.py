@@ -151,14 +151,16 @@ def spread(devices: tuple[int, ...], num_processes: int) -> list[tuple[int, ...]
     return [devices[first:last] for first, last in itertools.pairwise(bounds)]
 
 
-def make_pool(num_nodes: int, gpus_per_node: int, nodes: tuple[int, ...] | None = None, label: str = "") -> Pool:
-    """Return the GPUs of some machines (None: all), or the machines themselves if GPU-less or for the group
-    ``node``.
+def make_pool(gpus: Sequence[int], nodes: tuple[int, ...] | None = None, label: str = "") -> Pool:
+    """Return the GPUs of some machines (None: all), or the machines themselves if none of them has a GPU, or for the
+    group ``node``.
+
+    ``gpus`` are the numbers of GPUs, by machine.
     """
-    members = nodes if nodes is not None else tuple(range(num_nodes))
-    if label == MACHINES or not gpus_per_node:
+    members = nodes if nodes is not None else tuple(range(len(gpus)))
+    if label == MACHINES or not any(gpus[node] for node in members):
         return Pool(tuple((node, -1) for node in members), label)
-    return Pool(tuple((node, gpu) for node in members for gpu in range(gpus_per_node)), label)
+    return Pool(tuple((node, gpu) for node in members for gpu in range(gpus[node])), label)
 
 
 def assign(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from embodrl.deployment.automatic import choose
+from embodrl.deployment.automatic import choices
 from embodrl.deployment.grammar import (
     COMPONENTS,
     MACHINES,
@@ -28,7 +29,7 @@ from embodrl.specs import ENGINES, LAUNCHERS
 
 if TYPE_CHECKING:  # configuration rules read deployments, so this package is below the configuration
     from embodrl.config.schema import Config
-    from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig
+    from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig, NodeGroupConfig
 
 # Stands for an unknown number of GPUs, so that the rest of the placement can be checked.
 _MANY_GPUS = 100_000
@@ -39,10 +40,11 @@ class Deployment:
     """The placement of a run. Workers read it instead of probing the machine, where they see only their own share.
 
     Attributes:
-        processes: actor, rollout, env, and with ``runner.eval_async`` eval and eval_env, each by rank.
+        processes: actor, rollout, env, those of ``pipeline.placement`` (``node_component``), and with
+            ``runner.eval_async`` eval and eval_env, each by rank.
         mode: whether components share devices.
         machines: hardware of each machine, by node.
-        gpus_per_node: GPUs of each machine that the components may use.
+        gpus_per_node: GPUs of the machine with most that the components may use.
         num_cpus: logical CPUs of the driver's machine that the run may use.
         trains_in_processes: training runs outside the driver.
         rolls_out_in_processes: rollouts run outside the driver.
@@ -109,11 +111,13 @@ class Solution:
     """Result of placing all components, so that rules can report all problems at once.
 
     Attributes:
-        gpus_per_node: described or counted; None if a GPU is required and the machine lists none.
+        gpus_per_node: of the machine with most, described or counted; None if a GPU is required and this machine lists
+            none.
         places: places of the components that could be placed.
         unplaced: lines that could not be placed.
         found: the deployment; None if a component is missing or the number of GPUs is unknown.
         planning: machines are only described, and need not exist.
+        weighed: chosen with regard to memory; see ``preflight.placement``.
     """
 
     machine: Machine
@@ -122,6 +126,7 @@ class Solution:
     unplaced: tuple[Unplaced, ...]
     found: Deployment | None
     planning: bool = False
+    weighed: bool = False
 
     @property
     def deployment(self) -> Deployment:
@@ -144,54 +149,114 @@ def solve(config: Config, machine: Machine | None = None, planning: bool = False
 
     Simulators are bound to one core each, on the NUMA node of the GPU they feed as long as it has free cores. Actor and
     rollout processes on a GPU may use the cores of its node, others all cores. With ``planning``, described machines
-    need not exist: cores and GPUs are the description's.
+    need not exist: cores and GPUs are the description's. Where ``cluster.placement`` allows several placements, the
+    fastest is taken.
+    """
+    return next(solutions(config, machine, planning))
+
+
+def solutions(config: Config, machine: Machine | None = None, planning: bool = False) -> Iterator[Solution]:
+    """Yield the placements that the configuration allows, as ``solve``; with ``cluster.placement`` the fastest first.
+
+    There is at least one; several only with ``cluster.placement``.
     """
     machine = read_machine() if machine is None else machine
+    gpus = _gpus_by_node(config.cluster, machine)
+    if config.cluster.placement == "given" or gpus is None:
+        yield _solution(config, gpus, machine, planning)
+        return
+    try:
+        # By name, all machines are alike: it goes without node groups.
+        for choice in choices(config, gpus[0]):
+            cluster = config.cluster.model_copy(update={"component_placement": choice.places})
+            placed = config.model_copy(update={"cluster": cluster})
+            yield _solution(placed, gpus, machine, planning, choice.reasons)
+    except PlacementError as error:
+        yield Solution(machine, max(gpus), {}, (Unplaced("", config.cluster.placement, error),), None, planning)
+
+
+def _solution(
+    config: Config, gpus: tuple[int, ...] | None, machine: Machine, planning: bool, reasons: tuple[str, ...] = ()
+) -> Solution:
+    """Place every process as ``cluster.component_placement`` says."""
     cluster = config.cluster
-    gpus = _gpus_per_node(cluster, machine)
-    choice = None
-    if cluster.placement != "given" and gpus is not None:
-        try:
-            choice = choose(config, gpus)
-        except PlacementError as error:
-            return Solution(machine, gpus, {}, (Unplaced("", cluster.placement, error),), None, planning)
-        cluster = cluster.model_copy(update={"component_placement": choice.places})
-        config = config.model_copy(update={"cluster": cluster})
-    places, unplaced = _place(config, _MANY_GPUS if gpus is None else gpus)
+    places, unplaced = _place(config, (_MANY_GPUS,) * cluster.num_nodes if gpus is None else gpus)
     found = None
     if gpus is not None and not unplaced and all(name in places for name in COMPONENTS):
-        described = planning and cluster.hardware.name is not None
-        topology = describe_machine(cluster.hardware) if described else machine.topology
-        found = _deploy(config, places, (topology,) * cluster.num_nodes, machine, gpus)
-        found = replace(found, reasons=() if choice is None else choice.reasons)
-    return Solution(machine, gpus, places, unplaced, found, planning)
+        found = _deploy(config, places, _topologies(cluster, machine, planning), machine, gpus)
+        found = replace(found, reasons=reasons)
+    most = None if gpus is None else max(gpus)
+    return Solution(machine, most, places, unplaced, found, planning)
 
 
-def _gpus_per_node(cluster: ClusterConfig, machine: Machine) -> int | None:
-    if cluster.device == "cpu":
-        return 0
-    if cluster.hardware.name is not None:
-        return cluster.hardware.num_gpus
-    return None if not machine.gpus and cluster.device == "cuda" else len(machine.gpus)
-
-
-def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
-    """Return the pools that places index, by label; "" is the whole cluster.
+def hardware_by_node(cluster: ClusterConfig) -> list[HardwareConfig]:
+    """Return what is described of each machine: by its node group, else by ``cluster.hardware``.
 
     Raises:
-        PlacementError: the ranks of a node group are malformed, or name machines that do not exist.
+        PlacementError: see ``nodes_of``.
     """
-    pools = {"": make_pool(cluster.num_nodes, gpus), MACHINES: make_pool(cluster.num_nodes, gpus, label=MACHINES)}
+    found = [cluster.hardware] * cluster.num_nodes
     for group in cluster.node_groups:
-        place = parse_ranks(group.node_ranks)
-        nodes = tuple(range(cluster.num_nodes)) if place is None else place.devices
-        if max(nodes) >= cluster.num_nodes or ":" in group.node_ranks:
-            raise PlacementError(
-                f"node group '{group.label}' names the machines {group.node_ranks}, and there are {cluster.num_nodes}",
-                "write all, or machines such as 0 or 0-1",
-                f"all, 0 to {cluster.num_nodes - 1}",
-            )
-        pools[group.label] = make_pool(cluster.num_nodes, gpus, nodes, group.label)
+        if group.hardware is not None:
+            for node in nodes_of(cluster, group):
+                found[node] = group.hardware
+    return found
+
+
+def _topologies(cluster: ClusterConfig, machine: Machine, planning: bool) -> tuple[Topology, ...]:
+    """Return the hardware of each machine.
+
+    A run reads its own machine, which is the first, and takes the others to be like it, unless their node group says
+    what they have.
+    """
+    found: list[Topology] = []
+    for node, hardware in enumerate(hardware_by_node(cluster)):
+        known = hardware is not cluster.hardware and node > 0
+        described = hardware.name is not None and (planning or known)
+        found.append(describe_machine(hardware) if described else machine.topology)
+    return tuple(found)
+
+
+def _gpus_by_node(cluster: ClusterConfig, machine: Machine) -> tuple[int, ...] | None:
+    """Return the number of GPUs of each machine; None if a GPU is required, and this machine lists none."""
+    if cluster.device == "cpu":
+        return (0,) * cluster.num_nodes
+    try:
+        described = hardware_by_node(cluster)
+    except PlacementError:
+        described = [cluster.hardware] * cluster.num_nodes  # the rule about node groups reports it
+    unknown = not machine.gpus and cluster.device == "cuda"
+    if unknown and any(hardware.name is None for hardware in described):
+        return None
+    return tuple(len(machine.gpus) if each.name is None else each.num_gpus for each in described)
+
+
+def nodes_of(cluster: ClusterConfig, group: NodeGroupConfig) -> tuple[int, ...]:
+    """Return the machines of a node group.
+
+    Raises:
+        PlacementError: their ranks are malformed, or name machines that do not exist.
+    """
+    place = parse_ranks(group.node_ranks)
+    nodes = tuple(range(cluster.num_nodes)) if place is None else place.devices
+    if max(nodes) >= cluster.num_nodes or ":" in group.node_ranks:
+        raise PlacementError(
+            f"node group '{group.label}' names the machines {group.node_ranks}, and there are {cluster.num_nodes}",
+            "write all, or machines such as 0 or 0-1",
+            f"all, 0 to {cluster.num_nodes - 1}",
+        )
+    return nodes
+
+
+def pools_of(cluster: ClusterConfig, gpus: Sequence[int]) -> dict[str, Pool]:
+    """Return the pools that places index, by label; "" is the whole cluster. ``gpus`` are numbers by machine.
+
+    Raises:
+        PlacementError: see ``nodes_of``.
+    """
+    pools = {"": make_pool(gpus), MACHINES: make_pool(gpus, label=MACHINES)}
+    for group in cluster.node_groups:
+        pools[group.label] = make_pool(gpus, nodes_of(cluster, group), group.label)
     return pools
 
 
@@ -208,7 +273,7 @@ def is_single(config: Config, component: str) -> bool:
     return component == "rollout" or (component == "actor" and not shards)
 
 
-def _place(config: Config, gpus: int) -> tuple[dict[str, list[ProcessPlace]], tuple[Unplaced, ...]]:
+def _place(config: Config, gpus: Sequence[int]) -> tuple[dict[str, list[ProcessPlace]], tuple[Unplaced, ...]]:
     """Return the places of the components, without cores, and the lines that could not be placed."""
     try:
         pools = pools_of(config.cluster, gpus)
@@ -229,6 +294,13 @@ def _place(config: Config, gpus: int) -> tuple[dict[str, list[ProcessPlace]], tu
 
 
 def _place_component(config: Config, component: str, text: str, pools: Mapping[str, Pool]) -> list[ProcessPlace]:
+    label, ranks = _labelled(text, pools)
+    count = config.env.num_processes if component == "env" else None
+    return assign(component, ranks, pools[label], count, is_single(config, component))
+
+
+def _labelled(text: str, pools: Mapping[str, Pool]) -> tuple[str, str]:
+    """Return the label of a known pool, and the ranks, of a placement."""
     label, ranks = split_group(text)
     if label not in pools:
         near = nearest(label, [name for name in pools if name])
@@ -237,8 +309,23 @@ def _place_component(config: Config, component: str, text: str, pools: Mapping[s
             f"write {near}/{ranks}" if near else "define it in cluster.node_groups",
             ", ".join(name for name in pools if name),
         )
-    count = config.env.num_processes if component == "env" else None
-    return assign(component, ranks, pools[label], count, is_single(config, component))
+    return label, ranks
+
+
+def node_places(config: Config, name: str, gpus: Sequence[int]) -> list[ProcessPlace]:
+    """Return the places of a node in ``pipeline.placement``; ``gpus`` are the numbers of GPUs by machine.
+
+    Raises:
+        PlacementError: there are no such devices, or no such node group.
+    """
+    pools = pools_of(config.cluster, gpus)
+    label, ranks = _labelled(config.pipeline.placement[name], pools)
+    return assign(node_component(name), ranks, pools[label])
+
+
+def node_component(name: str) -> str:
+    """Return the component of a node's processes in a deployment."""
+    return f"node_{name}"
 
 
 def _deploy(
@@ -246,19 +333,23 @@ def _deploy(
     places: Mapping[str, Sequence[ProcessPlace]],
     machines: tuple[Topology, ...],
     machine: Machine,
-    gpus_per_node: int,
+    gpus: tuple[int, ...],
 ) -> Deployment:
     processes: list[ProcessPlace] = []
     for place in (*places["actor"], *places["rollout"]):
         topology = machines[place.node]
         node = _numa_node(topology, place)
         cpus = topology.cpus(node) if node is not None and len(topology.nodes) > 1 else ()
-        visible = _visible(place, machine, gpus_per_node)
+        visible = _visible(place, machine, gpus[place.node])
         processes.append(replace(place, cpus=cpus, numa_node=node if cpus else None, visible=visible))
-    simulators = [replace(place, visible=_visible(place, machine, gpus_per_node)) for place in places["env"]]
+    simulators = [replace(place, visible=_visible(place, machine, gpus[place.node])) for place in places["env"]]
     processes += _pin_simulators(config, simulators, machines)
+    for name in config.pipeline.placement:
+        with suppress(PlacementError):  # reported by the rule about placed nodes
+            nodes = node_places(config, name, gpus)
+            processes += [replace(place, visible=_visible(place, machine, gpus[place.node])) for place in nodes]
     if config.runner.eval_async:
-        processes += _async_evaluation_places(config, processes, machines[0], machine, gpus_per_node)
+        processes += _async_evaluation_places(config, processes, machines[0], machine, gpus[0])
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
     native = config.actor.training_backend == "native"
     trains = (
@@ -268,7 +359,7 @@ def _deploy(
         tuple(processes),
         mode_of(places),
         machines,
-        gpus_per_node,
+        max(gpus),
         machine.num_cpus,
         config.cluster.num_threads,
         trains_in_processes=trains or not native,
@@ -281,7 +372,7 @@ def _deploy(
 
 
 def _async_evaluation_places(
-    config: Config, processes: Sequence[ProcessPlace], topology: Topology, machine: Machine, gpus_per_node: int
+    config: Config, processes: Sequence[ProcessPlace], topology: Topology, machine: Machine, num_gpus: int
 ) -> list[ProcessPlace]:
     """Return the places of asynchronous evaluation and its simulators, on machine 0.
 
@@ -291,12 +382,12 @@ def _async_evaluation_places(
     here = [place for place in processes if place.node == 0]
     policies = [place for name in ("rollout", "actor") for place in here if place.component == name]
     used = {device for place in policies for device in place.devices}
-    idle = [device for device in range(gpus_per_node) if device not in used] if used else []
+    idle = [device for device in range(num_gpus) if device not in used] if used else []
     devices = (idle[0],) if idle else next((place.devices[:1] for place in policies if place.devices), ())
     place = ProcessPlace("eval", 0, 0, devices)
     node = _numa_node(topology, place)
     cpus = topology.cpus(node) if node is not None and len(topology.nodes) > 1 else ()
-    visible = _visible(place, machine, gpus_per_node)
+    visible = _visible(place, machine, num_gpus)
     found = [replace(place, cpus=cpus, numa_node=node if cpus else None, visible=visible)]
     core_of = topology.core_of
     loads = Counter(core_of.get(cpu, cpu) for other in here if other.component == "env" for cpu in other.cpus)
@@ -316,14 +407,15 @@ def driver_cannot_act(config: Config, rollouts: Sequence[ProcessPlace]) -> bool:
     return starts_everything(config) or len(rollouts) > 1 or rollouts[0].node > 0
 
 
-def _visible(place: ProcessPlace, machine: Machine, gpus_per_node: int) -> str | None:
+def _visible(place: ProcessPlace, machine: Machine, num_gpus: int) -> str | None:
     """Return CUDA_VISIBLE_DEVICES of a process.
 
     Placements count the GPUs that the driver sees. On its own machine these may have other numbers, or names, in the
-    driver's CUDA_VISIBLE_DEVICES; on other machines all GPUs are assumed visible.
+    driver's CUDA_VISIBLE_DEVICES; on other machines all GPUs are assumed visible. ``num_gpus`` are those of the
+    process's machine.
     """
     if not place.devices:
-        return "" if gpus_per_node else None
+        return "" if num_gpus else None
     names = machine.gpus if place.node == 0 else ()
     return ",".join(names[device] if device < len(names) else str(device) for device in place.devices)
 
@@ -335,7 +427,7 @@ def describe_machine(hardware: HardwareConfig) -> Topology:
     ones. GPUs are spread over the nodes in order.
     """
     nodes: dict[int, tuple[int, ...]] = {}
-    per_node = hardware.num_cores // hardware.num_numa_nodes
+    per_node = max(1, hardware.num_cores // hardware.num_numa_nodes)  # a rule refuses fewer
     for node in range(hardware.num_numa_nodes):
         first = range(node * per_node, (node + 1) * per_node)
         nodes[node] = tuple(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.provenance import describe_simulator
 from embodrl.errors import EnvError
+from embodrl.names import nearest
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 SavedState: TypeAlias = Any
@@ -164,9 +165,10 @@ class VectorEnv(ABC):
     def call(self, method: str, arguments: Mapping[str, object]) -> object:
         """Answer a rare, small request from ``REQUESTS`` with plain values and arrays; EnvError if it is unknown."""
         if method not in self.REQUESTS:
+            near = nearest(method, list(self.REQUESTS))
             raise EnvError(
                 f"{type(self).__name__} has no request '{method}'",
-                f"known: {', '.join(self.REQUESTS)}",
+                f"{f'nearest: {near}; ' if near else ''}known: {', '.join(self.REQUESTS)}",
                 code="env-method",
             )
         return getattr(self, method)(**arguments)

@@ -75,10 +75,12 @@ class OffPolicyUpdate(Update):
         trained = engine.state.policy_parameters
         self.encoder_parameters = [p for p in trained if id(p) in encoder]
         self.actor_parameters = [p for p in trained if id(p) not in encoder]
-        modules: dict[str, nn.Module | nn.Parameter] = {"critic": self.critic, "log_alpha": self.log_alpha}
-        modules["target"] = self.target
-        self.modules = engine.add_modules(SECTION, modules, {"encoder": self.encoder_parameters})
+        self.modules = engine.add_modules(SECTION, self.side_modules(), {"encoder": self.encoder_parameters})
         self.critic_parameters = [*self.critic.parameters(), *self.encoder_parameters]
+
+    def side_modules(self) -> dict[str, nn.Module | nn.Parameter]:
+        """Return the modules that are saved and, if their parameters require gradients, trained, by name."""
+        return {"critic": self.critic, "log_alpha": self.log_alpha, "target": self.target}
 
     def step(self, batch: Batch, rates: LearningRates, number: int, generator: torch.Generator) -> dict[str, float]:
         """Take a step of the critics and, when due, one of the actor; return metrics.
@@ -136,18 +138,13 @@ class OffPolicyUpdate(Update):
         """
         settings = self.settings
         device = self.engine.device
-        minimum = settings.target_q == "min"
         chosen = torch.randperm(settings.num_q, generator=generator)[: settings.subset].to(device)
         alpha = float(self.log_alpha.detach().exp())
         total = len(batch)
 
         def loss_of(part: Batch) -> LossOutput:
             with torch.no_grad():
-                following = self.features(part["next_inputs"])
-                actions, logprobs = self.sample(following, part["noise"])
-                next_q = self.target(following, actions, chosen)
-                backup = (next_q, logprobs, alpha, settings.backup_entropy, minimum)
-                target = soft_target(part["returns"], part["discount"], *backup)
+                target = self.backup(part, chosen, alpha)
             features = self.features(part["inputs"])
             if seen is not None:
                 seen[part["row"]] = features.detach()
@@ -160,10 +157,23 @@ class OffPolicyUpdate(Update):
             self._with_noise(batch, generator), loss_of, self.critic_parameters
         )
         step = self.engine.modules_step(loss, self.critic_parameters)
-        soft_update(self.target.parameters(), self.critic.parameters(), settings.tau)
+        self.follow()
         demos = float(batch["is_demo"].float().mean())
         found = {name: float(value) for name, value in metrics.items()}
         return {"critic_loss": float(loss), "critic_grad_norm": step.grad_norm, "demo_share": demos, **found}
+
+    def backup(self, part: Batch, chosen: Tensor, alpha: float) -> Tensor:
+        """Return the targets of the critics, ``float32[B]``, by the critics ``chosen int64[E]`` and the temperature."""
+        following = self.features(part["next_inputs"])
+        actions, logprobs = self.sample(following, part["noise"])
+        next_q = self.target(following, actions, chosen)
+        settings = self.settings
+        entropy = (logprobs, alpha, settings.backup_entropy, settings.target_q == "min")
+        return soft_target(part["returns"], part["discount"], next_q, *entropy)
+
+    def follow(self) -> None:
+        """Let the targets follow the critics."""
+        soft_update(self.target.parameters(), self.critic.parameters(), self.settings.tau)
 
     def update_actor(self, batch: Batch, number: int, generator: torch.Generator) -> dict[str, float]:
         """Step on SAC's actor loss and on the temperature loss."""
@@ -267,15 +277,16 @@ def sample_transitions(
         float32[B,C,A]`` and ``label_mask bool[B,C]``, the expert's actions where it was queried.
     """
     from_demos = round(count * algorithm.off_policy.demo_fraction) if stores.demos is not None else 0
-    online = _transitions(stores.online, count - from_demos, algorithm, generator, False)
+    online = transitions(stores.online, count - from_demos, algorithm, generator, is_demo=False)
     if stores.demos is None or not from_demos:
         return online
-    return Batch.concat([online, _transitions(stores.demos, from_demos, algorithm, generator, True)])
+    return Batch.concat([online, transitions(stores.demos, from_demos, algorithm, generator, is_demo=True)])
 
 
-def _transitions(
-    buffer: ReplayBuffer, count: int, algorithm: AlgorithmConfig, generator: torch.Generator, is_demo: bool
+def transitions(
+    buffer: ReplayBuffer, count: int, algorithm: AlgorithmConfig, generator: torch.Generator, *, is_demo: bool
 ) -> Batch:
+    """Return ``count`` transitions of a buffer; see ``sample_transitions``."""
     places = buffer.draw(count, generator)
     seen = buffer.window(places, algorithm.off_policy.n_step)
     per_action = algorithm.reward_type == "action_level"

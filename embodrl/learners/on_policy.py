@@ -199,7 +199,7 @@ class OnPolicyUpdate(Update):
         return logprobs.view_as(batch.logprobs), values
 
     def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """Return ``float32[T,B,C,A]``: log-probs of the actions under the run's initial policy.
+        """Return ``float32[T,B,C,A]``: log-probs of the actions under the reference policy.
 
         Chunks without a valid action get 0.
 

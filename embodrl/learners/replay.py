@@ -58,20 +58,36 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     online = ReplayBuffer(settings.capacity, int(settings.memory_gb * GB))
     if settings.demos is None:
         return ReplayStores(online)
-    config = with_data(config, settings.demos)
+    return ReplayStores(online, demo_buffer(config, policy, pool.spec.state_dim), settings.interventions)
+
+
+def demo_buffer(config: Config, policy: VLAPolicy, state_dim: int | None = None) -> ReplayBuffer:
+    """Return ``algorithm.off_policy.demos`` as transitions, with room for interventions where they are learned from.
+
+    Args:
+        config: run configuration.
+        policy: preprocesses the observations.
+        state_dim: numbers in the environment's state; None if it is not known.
+
+    Raises:
+        EmbodrlError: the demonstrations come from another environment, or have missing or different rewards.
+    """
+    settings = config.algorithm.off_policy
+    source = settings.demos
+    assert source is not None, "the configuration was checked"
+    config = with_data(config, source)
     if config.reward.model is None:
-        check_rewards(Path(settings.demos).expanduser(), config)
+        check_rewards(Path(source).expanduser(), config)
     demos = load_checked_demos(config)
     known = demos.state.shape[1]
-    wanted = pool.spec.state_dim
-    if config.env.include_state and known != wanted:
+    if config.env.include_state and state_dim not in (None, known):
         raise EmbodrlError(
-            f"states in {settings.demos} have {known} numbers, but the environment has {wanted}",
+            f"states in {source} have {known} numbers, but the environment has {state_dim}",
             "collect demonstrations with the same env.state",
             code="demos-other-state",
         )
     if demos.outcomes is None:
-        raise no_rewards(settings.demos)
+        raise no_rewards(source)
     demos = rewarded(demos, config)
     assert demos.outcomes is not None
     frames = demo_frames(observed(demos, config), demos.outcomes, policy)
@@ -81,7 +97,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     kept = ReplayBuffer(count + settings.capacity * more, size + int(settings.memory_gb * GB) * more)
     kept.add_frames(frames)
     logger.info("%d demonstrations: %d chunks, %.0f MB", len(demos.tasks), len(kept), kept.num_bytes / 2**20)
-    return ReplayStores(online, kept, settings.interventions)
+    return kept
 
 
 def check_rewards(directory: Path, config: Config) -> None:

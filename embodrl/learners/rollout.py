@@ -29,6 +29,7 @@ from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, GraphNode
 from embodrl.pipelines.outcomes import Metrics
+from embodrl.pipelines.walk import Walk
 from embodrl.reporting.metrics_file import Row
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.workers.collector import RolloutState
@@ -118,7 +119,10 @@ class RolloutLearner(Learner):
 
     def step(self, iteration: int) -> Row:
         context = self.open_iteration(iteration)
-        return self.close_iteration(self.graph.run(context, on_node=self.before_node))
+        with Walk(self.graph, context, self.before_node) as walk:
+            while (node := walk.next()) is not None:
+                walk.end(node, *walk.begin(node).call())
+        return self.close_iteration(walk.metrics())
 
     def open_iteration(self, iteration: int) -> PipelineContext:
         """Begin an iteration, and return the context of its nodes.

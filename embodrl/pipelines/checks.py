@@ -17,7 +17,7 @@ ROLES: dict[str, str] = {
     "rollout": "gathers experience; exactly one, or none with an offline algorithm.loss_type",
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
     "reward": "judges episodes; goes with reward.fn, reward.model and algorithm.srpo.enabled",
-    "reference": "log-probs under the initial policy; goes with algorithm.kl.coef",
+    "reference": "log-probs under the initial policy or the teacher; goes with algorithm.kl.coef",
     "proximal": "log-probs and values under the weights at the start of the update; goes with algorithm.decoupled and"
     " algorithm.recompute_logprobs",
     "advantage": "advantages and returns",

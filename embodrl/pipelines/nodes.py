@@ -36,7 +36,7 @@ def reward(context: PipelineContext, batch: TrajectoryBatch) -> tuple[Trajectory
 
 
 def reference(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Add the log-probs under the run's initial policy."""
+    """Add the log-probs under the reference policy: the run's initial one, or ``algorithm.teacher``."""
     batch.ref_logprobs = context.updates.reference_logprobs(batch)
     return batch
 

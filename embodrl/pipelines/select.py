@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from embodrl.config.rules.base import Context
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
-from embodrl.names import import_function
+from embodrl.names import import_function, nearest
+from embodrl.pipelines.checks import BESIDE
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.rule_set import Finding, Rule
 from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
@@ -109,6 +110,7 @@ def algorithm_name(config: Config) -> str:
         ("dapo", algorithm.filter.enabled),
         ("cpgd", algorithm.surrogate == "log_ratio"),
         (algorithm.loss_type, learner in ("offline", "dagger")),
+        ("opd", algorithm.adv_type == "zero"),
         ("sac", learner == "off_policy"),
         ("ppo", algorithm.adv_type == "gae"),
         ("gspo", algorithm.length_normalized_ratio),
@@ -171,6 +173,24 @@ def _wrong_order(pipeline: Pipeline, config: Config) -> Iterator[PipelineProblem
                 yield PipelineProblem(name, message, hint, code="pipeline-order")
 
 
+def _misplaced(pipeline: Pipeline, config: Config) -> Iterator[PipelineProblem]:
+    """Yield nodes of ``pipeline.placement`` that are not there, or can't run in processes of their own."""
+    for name in config.pipeline.placement:
+        role = pipeline.roles.get(name)
+        if role is None:
+            near = nearest(name, list(pipeline.roles))
+            hint = f"did you mean '{near}'?" if near else f"name one of {', '.join(pipeline.roles)}"
+            yield PipelineProblem(name, "is placed, but does not exist", hint, code="pipeline-placed-unknown")
+        elif role not in BESIDE or pipeline.is_built_in(name):
+            message = "is placed, but uses the parts of the run"
+            roles = ", ".join(BESIDE)
+            hint = f"place nodes of your own with the roles {roles}; cluster.component_placement places the parts"
+            yield PipelineProblem(name, message, hint, code="pipeline-placed-role")
+        elif not pipeline.is_importable(name):
+            message = "is placed, but another process can't import its function"
+            yield PipelineProblem(name, message, "pass 'module:function'", code="pipeline-placed-function")
+
+
 def checked_pipeline(config: Config) -> Pipeline:
     """Return the pipeline of a configuration, built once.
 
@@ -185,7 +205,7 @@ def checked_pipeline(config: Config) -> Pipeline:
         hint = error.hint or "put its directory on PYTHONPATH"
         problem = PipelineProblem("", error.message, hint, error.code)
         raise PipelineError("the pipeline cannot run:", problems=(problem,)) from error
-    problems = (*pipeline.problems(), *unmet_needs(pipeline, config))
+    problems = (*pipeline.problems(), *unmet_needs(pipeline, config), *_misplaced(pipeline, config))
     if problems:
         raise PipelineError("the pipeline cannot run:", problems=problems)
     return pipeline

@@ -1,7 +1,7 @@
 """Destinations of metrics: always metrics.jsonl, and the configured trackers.
 
-Metrics that depend on the clock are named ``time/...``, and those of what a run uses of the machine ``usage/...``
-(``usage.py``); all others are the same in two runs with one seed. ``rows.is_measured`` tells them apart.
+Metrics that depend on the clock are named ``time/...``, and those on the use of the machine ``usage/...``
+(``usage.py``); all others are equal in two runs with the same seed. ``rows.is_measured`` tells them apart.
 """
 
 from __future__ import annotations

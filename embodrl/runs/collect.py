@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +13,22 @@ from embodrl.data.dataset_writer import DatasetWriter
 from embodrl.data.demos import REWARDS
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.raw import RawWriter
-from embodrl.deployment import ProcessPlace
+from embodrl.deployment import Deployment
 from embodrl.learners.replay import reward_settings
 from embodrl.reporting.progress import Progress
+from embodrl.trainer.files import drop_missing_warm_start
 from embodrl.trainer.stop import StopSignal
-from embodrl.types import EnvSpec
-from embodrl.workers.demonstrations import DemoCollector
-from embodrl.workers.env import check_simulator, make_single_pool
+from embodrl.workers.collecting import RemoteAttempts
+from embodrl.workers.collection import DemoCollector
+from embodrl.workers.demonstrations import NumberedAttempts
+from embodrl.workers.env import check_simulator, make_single_pool, places_here
+from embodrl.workers.parts import make_acting
 from embodrl.workers.policy import RecordedPolicy
 
 
-def frame_rate(config: Config, spec: EnvSpec) -> int:
+def frame_rate(config: Config, control_hz: float) -> int:
     """Return the frame rate of a dataset in Hz: one frame per action, at the simulator's control rate by default."""
-    return config.collect.fps or round(spec.control_hz)
+    return config.collect.fps or round(control_hz)
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,45 @@ class CollectResult:
     exit_code: int
 
 
+@dataclass(frozen=True)
+class _Source:
+    """Where attempts are played: in this process, or in the rollout processes.
+
+    Attributes:
+        tasks: names of the tasks.
+        control_hz: control rate of the simulators.
+        run: plays until the collection is finished, or the function returns True.
+    """
+
+    tasks: Sequence[str]
+    control_hz: float
+    run: Callable[[DemoCollector, Callable[[], bool]], None]
+
+
+def _in_processes(config: Config, deployment: Deployment, policy: RecordedPolicy | None, closing: ExitStack) -> _Source:
+    directory = Path(config.collect.output_dir).absolute()
+    logs = directory.with_name(f".{directory.name}.logs")
+    built = config if policy is None else drop_missing_warm_start(config)
+    remote = RemoteAttempts(built, deployment, None if policy is None else policy.policy, logs, closing)
+    return _Source(remote.tasks, remote.control_hz, remote.run)
+
+
+def _here(config: Config, deployment: Deployment, policy: RecordedPolicy | None, closing: ExitStack) -> _Source:
+    pool = make_single_pool(config, config.env.train.total_num_envs, places_here(deployment))
+    closing.callback(pool.close)
+    pool.start()
+    engine = None if policy is None else make_acting(config, policy.policy)
+
+    def run(collector: DemoCollector, should_stop: Callable[[], bool]) -> None:
+        attempts = NumberedAttempts(config, pool, engine, collector.take, collector.add)
+        attempts.run(lambda: collector.finished or should_stop())
+
+    return _Source(pool.spec.tasks, pool.spec.control_hz, run)
+
+
 def collect(
     config: Config,
-    places: Sequence[ProcessPlace] | None = None,
+    deployment: Deployment,
     policy: RecordedPolicy | None = None,
     resumable: bool = False,
 ) -> CollectResult:
@@ -59,7 +98,7 @@ def collect(
 
     Args:
         config: configuration with the sections ``collect`` and ``env``.
-        places: cores of the simulators; None binds them to the cores of this machine in turn.
+        deployment: its placement.
         policy: policy that acts instead of the experts.
         resumable: keep an interrupted collection for the next call, instead of completing a smaller dataset.
 
@@ -81,20 +120,21 @@ def collect(
     with ExitStack() as closing:
         closing.enter_context(writer)
         check_simulator(config)
-        pool = make_single_pool(config, env.train.total_num_envs, places)
         stop = closing.enter_context(StopSignal())
-        closing.callback(pool.close)
         progress = closing.enter_context(Progress("collect", settings.num_episodes, "episodes", console))
-        pool.start()
+        make = _in_processes if deployment.rolls_out_in_processes else _here
+        source = make(config, deployment, policy, closing)
+        stop.arm()
         if lerobot is not None:
-            lerobot.fps = frame_rate(config, pool.spec)
-        collector = DemoCollector(config, pool, writer, lambda: bool(stop), policy)
+            lerobot.fps = frame_rate(config, source.control_hz)
+        collector = DemoCollector(config, source.tasks, writer, policy)
+        collector.tell = progress.update
         if earlier := int(collector.kept.sum()):
             progress.message(f"continuing an interrupted collection: {earlier} episodes exist")
             progress.start_at(earlier)
         stop.can_save("the same command continues with the episodes kept")
         try:
-            collector.run(progress)
+            source.run(collector, lambda: bool(stop))
         finally:
             # Complete the dataset even after a second signal or an error.
             if collector.kept.any():

@@ -21,8 +21,8 @@ from embodrl.workers.env import check_environments, make_pool, places_here
 from embodrl.workers.evaluating import RemoteEvaluator, described
 from embodrl.workers.evaluator import EvalResult
 from embodrl.workers.parts import make_acting, prepare_acting
-from embodrl.workers.policy import build_policy
-from embodrl.workers.rollout_backend import make_evaluator
+from embodrl.workers.policy import build_policy, in_memory
+from embodrl.workers.rollout_backend import evaluator_class
 
 
 def evaluate(
@@ -60,7 +60,7 @@ def evaluate(
 
         @cache
         def policy() -> VLAPolicy:
-            made = make_policy(_in_memory(config) if apart else config)
+            made = make_policy(in_memory(config) if apart else config)
             output.identify(made)
             return made
 
@@ -84,11 +84,6 @@ def evaluate(
     return evaluation_of(result, output.directory, output.axes)
 
 
-def _in_memory(config: Config) -> Config:
-    """Return the configuration of a policy that is only sent to other processes, and needs no GPU."""
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
-
-
 _Measure = Callable[["str | None", "tuple[Decoding, ...] | None"], EvalResult]
 """Runs all episodes, optionally perturbed along an axis, with some decodings or those in ``env.eval.decoding``."""
 
@@ -105,7 +100,7 @@ def _measured_here(
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool:
         check_environments(config, pool, training=False)
-        evaluator = make_evaluator(config, pool, make_acting(config, policy()), decodings=decodings)
+        evaluator = evaluator_class(config)(config, pool, make_acting(config, policy()), decodings=decodings)
         with _progress(config, axis, evaluator.num_plays) as progress:
             result = evaluator.run(output.videos_of(axis), progress.update)
         if axis is None:

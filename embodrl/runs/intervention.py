@@ -23,7 +23,7 @@ from embodrl.errors import EnvTimeout, EnvWorkerDied, UsageError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation
-from embodrl.workers.parts import acting_policy
+from embodrl.workers.parts import make_acting, prepare_acting
 
 logger = logging.getLogger(__name__)
 
@@ -149,4 +149,5 @@ def _policy_engine(config: Config, path: Path) -> RolloutEngine:
                 "name a policy for the same robot",
                 code="intervention-other-robot",
             )
-    return acting_policy(loaded, str(path), source.make_policy).engine
+    prepare_acting(theirs, loaded.deployment, simulates=False)
+    return make_acting(theirs, source.make_policy(theirs))

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
-from embodrl.data.facts import data_directory, read_facts
-from embodrl.data.imitation import DatasetBatches, hold_out, load_checked_demos, observed, refuse_others
+from embodrl.data.imitation import (
+    DatasetBatches,
+    MixedBatches,
+    check_mixed_facts,
+    hold_out,
+    load_checked_demos,
+    load_further_demos,
+    observed,
+    refuse_others,
+)
+from embodrl.data.pictures import PictureStore
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import CheckpointError, OutputError, UsageError
 from embodrl.learners.imitation import HeldOut, ImitationLearner
@@ -62,7 +73,7 @@ def sft(loaded: LoadedConfig) -> int:
         raise UsageError(
             f"`embodrl sft` does not support actor={backend}", "use actor=native or actor=fsdp", code="sft-backend"
         )
-    read_facts(data_directory(config.sft.data_dir), config.sft.keys)  # raises before anything is written
+    check_mixed_facts(config)  # raises before anything is written
     for name in (POLICY_DIR, METRICS_FILE):
         if (directory / name).exists():
             raise OutputError(
@@ -119,13 +130,10 @@ def work(session: RunSession) -> int:
         if config.model.freeze_vision:  # possibly from an RL run, as its config.yaml shows
             frozen = session.loaded.origins["model.freeze_vision"]
             progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
-        every = load_checked_demos(config)
-        demos, held_out = hold_out(every, settings)
-        apart = "" if held_out is None else f", of which {held_out.num_episodes} episodes are held out"
-        progress.message(f"{every.num_episodes} episodes, {len(every.actions)} frames from {settings.data_dir}{apart}")
+        demos, sizes, held_out = load_data(config, directory, progress.message)
         if session.checkpoint is not None:  # before a policy is built and processes are started for the data
             refuse_others(session.checkpoint.state.fields("data_rng").content, demos, settings.data_dir)
-        trainer = _bring_up(session, demos, held_out, progress, closing)
+        trainer = _bring_up(session, demos, sizes, held_out, progress, closing)
         code = run_and_export(trainer, progress)
         if not trainer.is_finished:
             progress.message(
@@ -141,6 +149,30 @@ def work(session: RunSession) -> int:
     return code
 
 
+def load_data(config: Config, directory: Path, tell: Callable[[str], None]) -> tuple[Demos, list[int], Demos | None]:
+    """Return the training frames of all datasets, the datasets' numbers of them, and the held-out demonstrations.
+
+    Images above ``sft.memory_gb`` are on the disk of ``directory``. ``tell`` gets a line for each dataset. Raises
+    EmbodrlError if a dataset is damaged, differs from the configuration or the first dataset, or does not fit.
+    """
+    settings = config.sft
+    place = PictureStore(settings.memory_gb, directory, tell).place
+    every = load_checked_demos(config, place)
+    demos, held_out = hold_out(every, settings)
+    apart = "" if held_out is None else f", of which {held_out.num_episodes} episodes are held out"
+    tell(f"{every.num_episodes} episodes, {len(every.actions)} frames from {settings.data_dir}{apart}")
+    further = load_further_demos(config, every, place)
+    for source, more in zip(settings.further_data, further, strict=True):
+        tell(f"{more.num_episodes} episodes, {len(more.actions)} frames from {source}")
+    sizes = [len(one.actions) for one in (demos, *further)]
+    if further:
+        joined = [observed(one, config) for one in (demos, *further)]
+        demos = Demos.concat(joined, partial(place, "all datasets together"))
+        if held_out is not None:  # of its own, so that the images of data_dir are not kept twice
+            held_out = Demos.concat([held_out], partial(place, "the held-out episodes"))
+    return demos, sizes, held_out
+
+
 def next_lines(config: Config, directory: Path) -> list[str]:
     """Return the commands that usually follow a finished run."""
     run, policy = (shlex.quote(str(path)) for path in (directory, directory / POLICY_DIR))
@@ -152,9 +184,14 @@ def next_lines(config: Config, directory: Path) -> list[str]:
 
 
 def _bring_up(
-    session: RunSession, demos: Demos, held_out: Demos | None, progress: Progress, closing: ExitStack
+    session: RunSession,
+    demos: Demos,
+    sizes: Sequence[int],
+    held_out: Demos | None,
+    progress: Progress,
+    closing: ExitStack,
 ) -> Trainer:
-    """Return the trainer at the starting point of this attempt."""
+    """Return the trainer at the starting point of this attempt; ``sizes`` are the datasets' numbers of frames."""
     config = session.config
     settings = session.config.sft
     statistics = session.directory / STATISTICS_FILE
@@ -163,7 +200,8 @@ def _bring_up(
     check_range(policy, demos, settings)
     check_instructions(policy, observed(demos, config))
     engine = start_imitation(session, weights_from, policy, closing)
-    batches = DatasetBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
+    given = (settings, policy.action_horizon, config.runner.seed, config.env.include_state)
+    batches = DatasetBatches(demos, *given) if len(sizes) == 1 else MixedBatches(demos, sizes, *given)
     pauses = (settings.log_interval, settings.save_interval, settings.eval_interval)
     measured = None if held_out is None else HeldOut(config, policy, engine, observed(held_out, config))
     hooks = make_hooks(session, policy, progress, measured)

@@ -9,17 +9,16 @@ from pathlib import Path
 import torch
 
 from embodrl.config import LoadedConfig
-from embodrl.errors import CheckpointError, OutputError
+from embodrl.errors import CheckpointError
+from embodrl.preflight.placement import weighed
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
-from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.storage.checkpoint import CheckpointManager, preflight
 from embodrl.trainer.files import (
-    BEST_POLICY_DIR,
     LEAST_FREE_BYTES,
     LOG_FILE,
-    POLICY_DIR,
     has_results,
+    refuse_earlier_run,
     run_directory,
 )
 from embodrl.trainer.lock import RunLock
@@ -42,21 +41,12 @@ def train(loaded: LoadedConfig) -> TrainResult:
     Raises:
         EmbodrlError: a requirement is missing (before anything has started), or the run failed.
     """
-    loaded = loaded.with_absolute_paths()
+    loaded = weighed(loaded.with_absolute_paths())
     config = loaded.config
     run_dir = run_directory(config)
     check_machine(config, loaded.deployment)
     with run_directory_of(run_dir) as lock:
-        path = run_dir / METRICS_FILE
-        if (path.is_file() and path.stat().st_size) or any(run_dir.glob("checkpoints/step_*")):
-            raise OutputError(
-                f"{run_dir} holds an earlier run",
-                f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
-                code="run-exists",
-            )
-        if found := [name for name in (POLICY_DIR, BEST_POLICY_DIR) if (run_dir / name).exists()]:
-            message = f"{run_dir / found[0]} exists, but not from a run in this directory, and would be replaced"
-            raise OutputError(message, "choose another runner.output_dir, or move it away", code="run-exists")
+        refuse_earlier_run(run_dir)
         preflight(run_dir, LEAST_FREE_BYTES)
         return run_with_restarts(loaded, run_dir, lock, work)
 
@@ -81,7 +71,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
     for note in loaded.notes:
         if note.code == "schedule-kept":  # the other notes were shown when the run began
             logger.warning("%s %s; %s", note.key, note.message, note.hint)
-    loaded = loaded.with_absolute_paths()
+    loaded = weighed(loaded.with_absolute_paths())
     config = loaded.config
     check_machine(config, loaded.deployment)
     if checkpoint is None:
@@ -113,6 +103,8 @@ def work(session: RunSession) -> TrainResult:
     directory = session.directory
     device = device_of(config, deployment)
     logger.info("device %s, %d threads", device, num_threads(config))
+    for reason in deployment.reasons:
+        logger.info("cluster.placement=%s: %s", config.cluster.placement, reason)
     later = Schedule.of_training(config).evaluations_after
     console = Console(
         config.runner.logger.console, config.runner.max_iterations, directory.name, evaluations_after=later

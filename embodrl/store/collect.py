@@ -78,14 +78,14 @@ class CorrectedActor(Demonstrator):
         self.actor = actor
         self.intervention = intervention
 
-    def begin(self, rows: NDArray[np.int64]) -> None:
-        self.actor.begin(rows)
+    def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        self.actor.begin(rows, seeds)
         self.intervention.begin(rows)
 
     def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
         output = self.actor(observation, active, number)
         actions, acted_by = self.intervention.correct(observation, output.actions[:, 0])
-        self.actor.begin(np.flatnonzero(acted_by != POLICY))  # the rest of the plan assumed another state
+        self.actor.replan(np.flatnonzero(acted_by != POLICY))  # the rest of the plan assumed another state
         columns = output.forward_inputs | {ACTED_BY: torch.from_numpy(acted_by)}
         columns.pop(LOG_PROB, None)  # within an episode, all or none are the policy's own
         return replace(output, actions=actions[:, None], forward_inputs=columns)
@@ -163,11 +163,11 @@ class PolicyCollector(Recorder):
         self._next += 1
         return self._next - 1
 
-    def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
         numbers = self.numbers[rows]
         drawn = [np.random.SeedSequence([*self._seeds, int(n)]).generate_state(1)[0] for n in numbers]
         seeds = 2**30 + np.array(drawn, np.int64) // 4  # far above the evaluation seeds
-        return seeds, (numbers % len(self._attempts.pool.spec.tasks)).astype(np.int32)
+        return rows, seeds, (numbers % len(self._attempts.pool.spec.tasks)).astype(np.int32)
 
     def run(self, num_episodes: int, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
         """Collect until exactly this many episodes are finished, or until asked to stop.
@@ -318,7 +318,7 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         closing.callback(pool.close)
         pool.start()
         names = [camera.name for camera in config.env.cameras]
-        fps = frame_rate(config, pool.spec)
+        fps = frame_rate(config, pool.spec.control_hz)
 
         def make_writer(directory: Path) -> LeRobotWriter:
             return LeRobotWriter(directory, names, fps, collecting.video_crf, config.env.env_type, resume=True)

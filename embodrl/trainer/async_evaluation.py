@@ -31,7 +31,7 @@ from embodrl.trainer.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_poli
 from embodrl.workers.collector import Share, share_config
 from embodrl.workers.evaluator import evaluation_result, join_results, run_decodings
 from embodrl.workers.parts import make_share
-from embodrl.workers.rollout_backend import make_evaluator
+from embodrl.workers.rollout_backend import evaluator_class
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class EvaluationProcess(Worker):
         logs = self._run_dir / "logs" / "evaluation"
         places = deployment.of("eval_env")
         self._pool, self._engine = make_share(config, deployment, self._share, logs, places, training=False)
-        self._evaluator = make_evaluator(share_config(config, self._share), self._pool, self._engine)
+        self._evaluator = evaluator_class(config)(share_config(config, self._share), self._pool, self._engine)
         self._source = WeightSource(self._engine)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from embodrl.models.common.merging import adapter_factors, merged_state_dict
 from embodrl.pipelines.select import algorithm_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.reporting.metrics_file import MAX_BYTES as MAX_METRICS_BYTES
+from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.reporting.rows import last_other_rates
 from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, atomic_directory, output_error
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
@@ -61,6 +62,24 @@ def run_directory(config: Config) -> Path:
         algorithm = chosen.replace(":", "-") if ":" in chosen else algorithm_name(config)
         name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
+
+
+def refuse_earlier_run(run_dir: Path) -> None:
+    """Refuse a directory that holds an earlier run, or a policy of another origin.
+
+    Raises:
+        OutputError: it does (``run-exists``).
+    """
+    path = run_dir / METRICS_FILE
+    if (path.is_file() and path.stat().st_size) or any(run_dir.glob(f"{CHECKPOINTS_DIR}/step_*")):
+        raise OutputError(
+            f"{run_dir} holds an earlier run",
+            f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
+            code="run-exists",
+        )
+    if found := [name for name in (POLICY_DIR, BEST_POLICY_DIR) if (run_dir / name).exists()]:
+        message = f"{run_dir / found[0]} exists, but not from a run in this directory, and would be replaced"
+        raise OutputError(message, "choose another runner.output_dir, or move it away", code="run-exists")
 
 
 @contextmanager

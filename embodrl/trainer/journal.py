@@ -12,6 +12,7 @@ from embodrl.reporting.metrics_file import Row, read_metrics
 from embodrl.reporting.sinks import MetricsLogger, MetricValue
 from embodrl.reporting.usage import UsageMonitor
 from embodrl.reporting.verdict import is_solved, regression
+from embodrl.trainer.training_share import ShareMeter
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,21 @@ class View(Protocol):
 
 
 class Journal:
-    """The rows of a run, including earlier processes'; ``usage`` adds the machine's use since the last one."""
+    """The rows of a run, including earlier processes'.
 
-    def __init__(self, metrics: MetricsLogger, view: View, is_warm: bool, usage: UsageMonitor | None = None) -> None:
+    ``usage`` adds the machine's use since the last one, ``meter`` measures by the rows of this process.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsLogger,
+        view: View,
+        is_warm: bool,
+        usage: UsageMonitor | None = None,
+        meter: ShareMeter | None = None,
+    ) -> None:
         self._usage = usage
+        self._meter = meter
         self.metrics = metrics
         self.view = view
         self.rows = read_metrics(metrics.path)
@@ -59,6 +71,8 @@ class Journal:
         self.rows.append(written)
         self.view.update(written)
         _warn(warnings)
+        if self._meter is not None and (line := self._meter.take(written)):
+            self.view.message(line)
         return written
 
     def add_late(self, row: Row) -> int:

@@ -30,6 +30,7 @@ from embodrl.learners.rollout import Parts, RolloutLearner, RunCallbacks
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.pipelines.load import graph_of
+from embodrl.pipelines.node_process import with_placed_nodes
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.reporting.usage import UsageMonitor
@@ -44,6 +45,8 @@ from embodrl.trainer.loop import Trainer
 from embodrl.trainer.saving import Saver, open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
+from embodrl.trainer.teacher import load_teacher
+from embodrl.trainer.training_share import share_meter
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.policy import build_policy, check_features, check_memory, configure_torch, resolve_device
@@ -56,7 +59,7 @@ from embodrl.workers.remote_backend import (
     sends_weights,
 )
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout_backend import LocalBackend, make_collector, make_evaluator
+from embodrl.workers.rollout_backend import LocalBackend, evaluator_class, make_collector
 from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
@@ -106,6 +109,8 @@ def build(
     if config.runner.save_rollouts:
         rollouts = parts.rollouts
         rollouts.collector = SavingCollector(rollouts.collector, session.directory / ROLLOUTS_DIR)
+    if config.algorithm.teacher is not None and config.algorithm.kl.coef and session.checkpoint is None:
+        load_teacher(config, parts.policy, parts.engine)
     session.engine = parts.engine
     session.stop.arm()
     num_bytes = parts.engine.shapes().num_bytes
@@ -139,7 +144,10 @@ def start_learner(
     parts = build(session, device, stopped, closing, on_step)
     publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
     callbacks = RunCallbacks(lambda: bool(session.stop), show_phase)
-    return RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, callbacks, publish_to)
+    graph = graph_of(session.loaded)
+    if config.pipeline.placement:
+        graph = with_placed_nodes(graph, config, session.deployment, session.directory / "logs", closing)
+    return RolloutLearner(config, session.deployment, graph, parts, callbacks, publish_to)
 
 
 def device_of(config: Config, deployment: Deployment) -> torch.device:
@@ -189,7 +197,7 @@ def acts_in_driver(
     should_stop = also_lost(engine, stopped)
     collector = make_collector(config, pool, acting, should_stop, rewards)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
-    evaluator = make_evaluator(config, pool, acting, should_stop, make_own)
+    evaluator = evaluator_class(config)(config, pool, acting, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
@@ -297,7 +305,8 @@ def make_trainer(
     late = None if checkpoint is None else finished_since(session.directory, checkpoint, file_name)
     metrics = open_metrics(session, closing, file_name)
     usage = closing.enter_context(UsageMonitor.of_run(session.config, session.deployment))
-    journal = Journal(metrics, view, session.config.model.warm_start is not None, usage)
+    meter = share_meter(session.loaded, session.directory)
+    journal = Journal(metrics, view, session.config.model.warm_start is not None, usage, meter)
     view.restore(journal.rows)
     async_evaluator = None
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):

@@ -202,10 +202,15 @@ def held_out_pool(config: Config, log_dir: Path | None, places: Sequence[Process
     return make_pool(config, config.env.train.total_num_envs, where, places=places)
 
 
-def make_single_pool(config: Config, total_num_envs: int, places: Sequence[ProcessPlace] | None = None) -> EnvPool:
+def make_single_pool(
+    config: Config,
+    total_num_envs: int,
+    places: Sequence[ProcessPlace] | None = None,
+    log_dir: Path | None = None,
+) -> EnvPool:
     """Return a pool for episodes of single actions, which are reset one by one; see ``make_pool``."""
     single = {"max_chunk": 1, "auto_reset": False}
-    return make_pool(config, total_num_envs, places=places, **single)
+    return make_pool(config, total_num_envs, log_dir, places=places, **single)
 
 
 def make_pool(

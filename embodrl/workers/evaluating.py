@@ -14,7 +14,6 @@ from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import ChannelTimeout, EnvTimeout, EnvWorkerDied
-from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import dispatch
@@ -22,16 +21,8 @@ from embodrl.types import Decoding
 from embodrl.workers.acting_process import ActingProcess
 from embodrl.workers.env import check_environments, make_pool
 from embodrl.workers.evaluator import EvalProgress, EvalResult, evaluation_result
-from embodrl.workers.remote_backend import (
-    ActingWeights,
-    RemoteProcesses,
-    channels_of,
-    launch_rollouts,
-    make_launcher,
-    rollout_channels,
-)
-from embodrl.workers.rollout_backend import make_evaluator
-from embodrl.workers.weights import LocalSender, WeightChannel
+from embodrl.workers.remote_backend import StartedProcesses
+from embodrl.workers.rollout_backend import evaluator_class
 
 # Numbers of finished episodes in flight; of more, some are dropped.
 _PROGRESS_PLACES = 4
@@ -76,10 +67,10 @@ class EvaluatingProcess(ActingProcess):
         self.pool.close()
         total = self.config.env.train.total_num_envs
         self.pool = make_pool(self.config, total, self.log_dir, places=self.places, axis=axis)
-        self.pool.recovery.faults = faults  # the driver is told totals
+        self.pool.recovery.faults = faults  # reported to the driver as totals
         self.pool.start()
         check_environments(self.config, self.pool, training=False)
-        self.evaluator = make_evaluator(self.config, self.pool, self.engine, self.should_stop)
+        self.evaluator = evaluator_class(self.config)(self.config, self.pool, self.engine, self.should_stop)
         self._axis = axis
 
     def _show(self, done: int, text: str) -> None:
@@ -100,7 +91,7 @@ class EvaluatingProcess(ActingProcess):
 class RemoteEvaluator:
     """Evaluates in the processes of ``rollout``, each with its simulators and a copy of the driver's policy.
 
-    Process r of R plays the r-th part of the episodes, so the results are those of one process.
+    Process r of R plays the r-th of R consecutive ranges of episodes: the results equal those of one process.
 
     Args:
         config: configuration of the evaluation; ``deployment`` its placement.
@@ -122,29 +113,13 @@ class RemoteEvaluator:
         train = env.train.model_copy(update={"total_num_envs": env.eval.total_num_envs})
         config = config.model_copy(update={"env": env.model_copy(update={"train": train})})
         self.config = config
-        launcher = make_launcher(config, deployment, trains=False)
-        assert launcher is not None
-        closing.callback(launcher.close)
-        places = deployment.of("rollout")
-        channels = rollout_channels(launcher, len(places))
-        shown = {
-            f"progress_{rank}": launcher.channel(f"progress_{rank}", _PROGRESS_PLACES) for rank in range(len(places))
-        }
-        self._shown: Sequence[Channel] = list(shown.values())
-        group = launch_rollouts(config, deployment, launcher, channels | shown, directory / "logs", EvaluatingProcess)
-        closing.callback(group.close)
-        pipes = list(channels_of(channels, "weights").values())
-        weights = WeightChannel(
-            "collective" if any(place.node for place in places) else "memory",
-            LocalSender(pipes, trained_names(policy), launcher.address),
-            list(channels_of(channels, "answers").values()),
-            directory / "weight_sync",
-        )
-        self.processes = RemoteProcesses(config, group, channels, weights, ActingWeights(policy), lambda: False)
-        closing.callback(self.processes.close)
+        reports = ("progress", _PROGRESS_PLACES)
+        started = StartedProcesses.start(config, deployment, EvaluatingProcess, directory / "logs", reports, closing)
+        self._shown = started.reports
+        self.processes = started.with_policy(policy, directory / "weight_sync", closing)
 
     def num_plays(self, decodings: tuple[Decoding, ...] | None = None) -> int:
-        """Number of episodes over all decodings; None: those of ``env.eval.decoding``."""
+        """Return the number of episodes, each counted once per decoding; None for those of ``env.eval.decoding``."""
         names = decodings or self.processes.call_all("decodings", ranks=[0])[0]
         return self.config.env.eval.num_episodes * len(names)
 

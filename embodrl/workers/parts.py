@@ -14,12 +14,13 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
 from embodrl.models.base import Decoding, VLAPolicy
 from embodrl.workers.collector import Share, share_config
-from embodrl.workers.env import check_environments, check_simulator, make_pool
+from embodrl.workers.env import check_environments, check_simulator, make_pool, make_single_pool
 from embodrl.workers.policy import (
     RecordedPolicy,
     build_policy,
     check_memory,
     configure_torch,
+    in_memory,
     num_threads,
     weights_fingerprint,
 )
@@ -49,16 +50,19 @@ def make_acting(config: Config, policy: VLAPolicy | None = None) -> RolloutEngin
 def acting_policy(
     loaded: LoadedConfig, name: str, make_policy: Callable[[Config], VLAPolicy] = build_policy
 ) -> RecordedPolicy:
-    """Build a ``record`` policy from its configuration; ``name`` is its path or address.
+    """Build the policy of a collection from its configuration; ``name`` is its path or address.
+
+    It stays in main memory if the rollout processes act with copies of it.
 
     ``make_policy`` defaults to the factory that ``config.model`` names.
 
     Raises:
         EmbodrlError: the device has too little memory for the weights, or the policy cannot be built.
     """
-    prepare_acting(loaded.config, loaded.deployment, simulates=False)
-    policy = make_policy(loaded.config)
-    return RecordedPolicy(name, make_acting(loaded.config, policy), weights_fingerprint(policy))
+    config = loaded.config
+    prepare_acting(config, loaded.deployment, simulates=False)
+    policy = make_policy(in_memory(config) if loaded.deployment.rolls_out_in_processes else config)
+    return RecordedPolicy(name, policy, weights_fingerprint(policy))
 
 
 def make_share(
@@ -80,15 +84,32 @@ def make_share(
     configure_torch(config, threads=threads)
     mine = share_config(config, share)
     pool = make_pool(mine if training else mine.evaluated, mine.env.train.total_num_envs, log_dir, places=places)
-    pool.start_async()
-    try:
-        policy = build_policy(config)
-        pool.wait_started()
-        check_environments(config if training else config.evaluated, pool, training)
-    except BaseException:  # also after a signal, which is re-raised: no simulator may be left running
-        pool.close()
-        raise
+    checked = config if training else config.evaluated
+    policy = _built_meanwhile(config, pool, lambda: check_environments(checked, pool, training))
     if not training:
         return pool, make_rollout_engine(mine, policy, threads)
     memory = policy_memory(policy) if config.rollout.enable_offload else None
     return pool, make_rollout_engine(mine, policy, threads, (share.rank, share.count), memory)
+
+
+def make_recording_share(
+    config: Config, deployment: Deployment, share: Share, log_dir: Path | None, places: Sequence[ProcessPlace]
+) -> tuple[EnvPool, RolloutEngine]:
+    """Start simulators for single actions while the policy is built; ``config`` is the share's. See ``make_share``."""
+    threads = deployment.threads_of(deployment.of("rollout")[share.rank])
+    configure_torch(config, threads=threads)
+    pool = make_single_pool(config, config.env.train.total_num_envs, places, log_dir)
+    return pool, make_rollout_engine(config, _built_meanwhile(config, pool), threads, (share.rank, share.count))
+
+
+def _built_meanwhile(config: Config, pool: EnvPool, check: Callable[[], None] = lambda: None) -> VLAPolicy:
+    """Start a pool, build the policy meanwhile, and check the pool; return the policy."""
+    pool.start_async()
+    try:
+        policy = build_policy(config)
+        pool.wait_started()
+        check()
+    except BaseException:  # also after a signal, which is re-raised: no simulator may be left running
+        pool.close()
+        raise
+    return policy

@@ -13,14 +13,14 @@ from typing import Literal
 import psutil
 import torch
 
-from embodrl.config.policy_card import known_instructions
+from embodrl.config.policy_card import known_instructions, policy_directory
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models import registry
 from embodrl.models.base import CHECKPOINTING, IMITATION, Decoding, VLAPolicy, check_decoding, require
 from embodrl.models.common.condition import conditioned
+from embodrl.models.common.own_critic import add_critic
 from embodrl.models.memory import state_memory
 from embodrl.preflight.memory import memory_limit_bytes
 from embodrl.specs import LOSSES
@@ -194,9 +194,11 @@ def keep_freed_memory() -> None:
 def build_policy(config: Config, device: torch.device | None = None) -> VLAPolicy:
     """Build or load the policy, and log the loaded names; ``device`` None uses the configured one."""
     device = resolve_device(config) if device is None else device
-    policy, report = registry.build_policy(
-        config.model, device=device, dtype=param_dtype(config), seed=config.runner.seed
-    )
+    of_its_own = config.model.add_value_head and config.algorithm.critic.kind == "network"
+    model = config.model.model_copy(update={"add_value_head": False}) if of_its_own else config.model
+    policy, report = registry.build_policy(model, device=device, dtype=param_dtype(config), seed=config.runner.seed)
+    if of_its_own:
+        add_critic(policy, config, policy_directory(model), report)
     logger.info(
         "policy from %s: %d tensors loaded, %d initialised, %d ignored",
         report.source,
@@ -212,12 +214,17 @@ def build_policy(config: Config, device: torch.device | None = None) -> VLAPolic
     return policy
 
 
+def in_memory(config: Config) -> Config:
+    """Return the configuration of a policy that is only sent to other processes, and needs no GPU."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": "cpu"})})
+
+
 @dataclass(frozen=True)
 class RecordedPolicy:
     """A policy that acts in place of experts; ``fingerprint`` is its ``weights_fingerprint``, "" if unknown."""
 
     name: str
-    engine: RolloutEngine
+    policy: VLAPolicy
     fingerprint: str = ""
 
 

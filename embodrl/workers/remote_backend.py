@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,40 +18,35 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
-from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
-from embodrl.errors import ChannelTimeout, CheckpointError, WeightSyncError, WorkerDied, WorkerError, WorkerRaised
+from embodrl.errors import CheckpointError, WeightSyncError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits, stop_requested
-from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.specs import LAUNCHERS
-from embodrl.workers.acting_process import ActingProcess, Answer, Evaluated, channel_names
+from embodrl.workers.acting_process import Evaluated, SimulatingProcess, channel_names
 from embodrl.workers.async_collector import AsyncCollector
-from embodrl.workers.collector import LOST, Collector, EpisodeSchedule, Metrics, RolloutState, Snapshot, rollout_metrics
+from embodrl.workers.collector import Collector, EpisodeSchedule, Metrics, RolloutState, rollout_metrics
 from embodrl.workers.evaluator import EpisodeResults, EvalResult, Played, evaluation_result, join_results
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
 from embodrl.workers.rollout_process import Gathered, RolloutProcess
-from embodrl.workers.weights import WeightChannel
+from embodrl.workers.supervised import START_TIMEOUT_S, SupervisedProcesses, channels_of
+from embodrl.workers.weights import LocalSender, WeightChannel
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.1
 # Signals wait until the process polls them, which it does before each chunk.
 _STOP_PLACES = 16
 # Each slot holds a bucket of weights that may be in flight.
 _PIPE_PLACES = 4
-_START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
-_PATIENCE = 0.4
-"""Time a process may take to answer after a stop signal, as a fraction of ``runner.stop_timeout_s``."""
 
 
 def sends_weights(config: Config, deployment: Deployment) -> bool:
@@ -91,18 +84,13 @@ def rollout_channels(launcher: Launcher, size: int) -> dict[str, Channel]:
     }
 
 
-def channels_of(channels: Mapping[str, Channel], kind: str) -> dict[str, Channel]:
-    """Return the channels of one kind by name, in rank order."""
-    return {name: channel for name, channel in channels.items() if name.startswith(f"{kind}_")}
-
-
 def launch_rollouts(
     config: Config,
     deployment: Deployment,
     launcher: Launcher,
     channels: Mapping[str, Channel],
     log_dir: Path,
-    process: type[ActingProcess] = RolloutProcess,
+    process: type[SimulatingProcess] = RolloutProcess,
 ) -> WorkerGroup:
     """Start the rollout processes of a deployment, with their simulators.
 
@@ -118,51 +106,78 @@ def launch_rollouts(
         deployment=deployment,
         log_dir=str(log_dir.resolve()),
     )
-    return group.launch(deployment.of("rollout"), launcher, channels, log_dir, _START_TIMEOUT_S)
+    return group.launch(deployment.of("rollout"), launcher, channels, log_dir, START_TIMEOUT_S)
 
 
-class KnownStates:
-    """What is known of the rollout processes, for replacements and checkpoints.
+@dataclass(frozen=True)
+class StartedProcesses:
+    """The rollout processes of a verb that does not train.
 
     Attributes:
-        snapshots: where each process was; None until it has answered.
-        faults: faults of all processes since the start of the run.
+        channels: those of ``rollout_channels``.
+        reports: further channels, one per process, on which it reports to the driver.
     """
 
-    def __init__(self, size: int) -> None:
-        self.snapshots: list[Snapshot | None] = [None for _ in range(size)]
-        self.faults = FaultCounts()
-        self._reported: list[dict[str, int]] = [{} for _ in range(size)]
+    config: Config
+    deployment: Deployment
+    launcher: Launcher
+    group: WorkerGroup
+    channels: Mapping[str, Channel]
+    reports: Sequence[Channel]
 
-    def note(self, rank: int, answer: Answer) -> None:
-        """Record the faults and the snapshot in an answer."""
-        known = self._reported[rank]
-        # Processes report totals; only the increase is added.
-        for name, number in answer["faults"].items():
-            self.faults.count(name, number - known.get(name, 0))
-        self._reported[rank] = answer["faults"]
-        self.snapshots[rank] = answer.get("carried", self.snapshots[rank])
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        deployment: Deployment,
+        process: type[SimulatingProcess],
+        log_dir: Path,
+        reports: tuple[str, int],
+        closing: ExitStack,
+    ) -> StartedProcesses:
+        """Start the processes.
 
-    def note_restart(self, rank: int) -> None:
-        """Count a restart; the replacement counts its faults from 0."""
-        self._reported[rank] = {}
-        self.faults.count("rollout_restarts")
+        Args:
+            config: configuration of the verb.
+            deployment: its placement.
+            process: class of the processes.
+            log_dir: directory for their output.
+            reports: name and capacity of the channels ``reports``; that of a process is called NAME_RANK.
+            closing: stops what was started.
 
-    def remember(self, random: Sequence[list[str] | None]) -> None:
-        """Store random states for replacements; None keeps a lost process where its update began."""
-        for rank, (numbers, known) in enumerate(zip(random, self.snapshots, strict=True)):
-            where = known["before"] if numbers is None and known is not None else numbers
-            if where is not None:
-                self.snapshots[rank] = _no_update(where)
+        Raises:
+            EnvError: a simulator could not be started.
+            WorkerError: a process could not be started.
+            EmbodrlError: the launcher lacks a requirement.
+        """
+        launcher = make_launcher(config, deployment, trains=False)
+        assert launcher is not None
+        closing.callback(launcher.close)
+        size = len(deployment.of("rollout"))
+        channels = rollout_channels(launcher, size)
+        kind, capacity = reports
+        own = {name: launcher.channel(name, capacity) for name in (f"{kind}_{rank}" for rank in range(size))}
+        group = launch_rollouts(config, deployment, launcher, channels | own, log_dir, process)
+        closing.callback(group.close)
+        return cls(config, deployment, launcher, group, channels, list(own.values()))
 
-    def end_update(self) -> None:
-        """Forget the updates in progress: with new weights, a replacement could not repeat them."""
-        self.snapshots = [None if known is None else _no_update(known["random"]) for known in self.snapshots]
+    def with_policy(self, policy: VLAPolicy, sync_dir: Path, closing: ExitStack) -> RemoteProcesses:
+        """Return the processes, which act with copies of the driver's policy."""
+        pipes = list(channels_of(self.channels, "weights").values())
+        weights = WeightChannel(
+            "collective" if any(place.node for place in self.deployment.of("rollout")) else "memory",
+            LocalSender(pipes, trained_names(policy), self.launcher.address),
+            list(channels_of(self.channels, "answers").values()),
+            sync_dir,
+        )
+        acting = ActingWeights(policy)
+        processes = RemoteProcesses(self.config, self.group, self.channels, weights, acting, lambda: False)
+        closing.callback(processes.close)
+        return processes
 
-    def state_of_lost(self, rank: int) -> RolloutState:
-        """Return the known state of a process that died while the run was stopping: random numbers, no simulators."""
-        known = self.snapshots[rank]
-        return RolloutState({LOST: True} | ({} if known is None else {"random": known["random"]}))
+    def without_policy(self) -> SupervisedProcesses:
+        """Return the processes, in which no policy acts."""
+        return SupervisedProcesses(self.config, self.group, self.channels, lambda: False)
 
 
 class ActingWeights:
@@ -202,95 +217,14 @@ class ActingWeights:
             yield from (dict(self.policy.state_dict()) | self._copies).items()
 
 
-class ProcessRestarts:
-    """Restarts of rollout processes within a budget.
+class RemoteProcesses(SupervisedProcesses):
+    """Processes that act for the driver with copies of its policy; see SupervisedProcesses.
 
-    Attributes:
-        lock: held during a restart. Several threads of an asynchronous run may see the same death; the first restarts
-            the process, the others wait.
-        incarnations: restarts of each process.
-        new: ranks restarted, and without their predecessors' state.
-    """
-
-    def __init__(self, group: WorkerGroup, budget: RestartBudget) -> None:
-        self.lock = threading.Lock()
-        self.incarnations = [0 for _ in range(group.world_size)]
-        self.new: set[int] = set()
-        self._group = group
-        self._budget = budget
-        self._lost: set[int] = set()  # died while the run was stopping
-
-    def restart(self, error: WorkerError, on_restart: Callable[[int], None]) -> None:
-        """Restart a process; ``on_restart`` is called with its rank before each attempt.
-
-        Raises:
-            WorkerDied: the budget is exhausted.
-            InterruptedError: the run is about to end.
-        """
-        rank = error.rank
-        while True:
-            if stop_requested.is_set():
-                self._leave_lost(error)
-            self._count(error)
-            on_restart(rank)
-            try:
-                self._group.restart(rank, _START_TIMEOUT_S, stop_requested.is_set)
-                self.new.add(rank)
-                return
-            except WorkerError as again:
-                error = again
-            except InterruptedError:
-                # A stop was requested meanwhile, so the next turn does not restart the process.
-                continue
-
-    def _leave_lost(self, error: WorkerError) -> NoReturn:
-        if error.rank not in self._lost:
-            self._lost.add(error.rank)
-            logger.warning("not restarted, as the run is about to end: %s", error.message)
-        raise InterruptedError from error
-
-    def _count(self, error: WorkerError) -> None:
-        if not self._budget.take():
-            raise WorkerDied(
-                f"stopped after {self._budget.limit} restarts of rollout processes: {error.message}",
-                error.hint,
-                error.rank,
-                log_tail=error.log_tail,
-            ) from error
-        self.incarnations[error.rank] += 1
-        logger.warning("restart %s of a rollout process: %s", self._budget.used, error.message)
-        error.__traceback__ = None  # its call refers to it: a cycle, with all that the frames of this iteration hold
-
-
-class _Patience:
-    """Kills processes that have not answered long after a stop request."""
-
-    def __init__(self, group: WorkerGroup, timeout_s: float) -> None:
-        self._group = group
-        self._timeout_s = timeout_s
-        self._stop_requested_at: float | None = None
-
-    def end_late(self, handles: Mapping[int, Handle]) -> None:
-        if not stop_requested.is_set():
-            return
-        self._stop_requested_at = self._stop_requested_at or time.monotonic()
-        if time.monotonic() - self._stop_requested_at < self._timeout_s:
-            return
-        for rank in [rank for rank, handle in handles.items() if not handle.done]:
-            self._group.give_up(rank, f"has not answered for {self._timeout_s:g} s after a signal")
-
-
-class RemoteProcesses:
-    """Processes that act for the driver, on this machine or others, each with a share of the environments.
-
-    A process that dies is restarted, receives the weights, and repeats its last request; the others continue. If the
-    run is about to end (``stop_requested``), it stays dead.
+    A restarted process receives the weights before it repeats its request.
 
     Args:
         group: processes of a class derived from ``ActingProcess``.
-        channels: channels that the processes were started with.
         acting: the weights to act with.
-        should_stop: polled regularly; True interrupts the current request.
     """
 
     def __init__(
@@ -302,32 +236,16 @@ class RemoteProcesses:
         acting: ActingWeights,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.config = config
-        self.group = group
+        super().__init__(config, group, channels, should_stop)
         self.link = weights
-        self.should_stop = should_stop
-        self.known = KnownStates(group.world_size)
-        self.faults = self.known.faults
         self._acting = acting
-        budget = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
-        self._restarts = ProcessRestarts(group, budget)
-        self._patience = _Patience(group, _PATIENCE * config.runner.stop_timeout_s)
-        self._stop = list(channels_of(channels, "stop").values())
-        self._calls = itertools.count()
         self._pings: dict[int, Handle] = {}
-        self.about: dict[str, Any] = self.group.call_on(0, "about").result()
-        self.tasks = list(self.about["tasks"])
         # The policy acts only in the processes.
         acting.policy.seen_state_dim = int(self.about["state_dim"])
         self._acting.keep(acting.policy.state_dict().items())
         # A process may die while it joins; the restart needs the lock.
         with self._restarts.lock:
-            self._join_all()
-
-    @property
-    def size(self) -> int:
-        """Number of rollout processes."""
-        return self.group.world_size
+            self._rejoin()
 
     def close(self) -> None:
         """Close the weight channel. The owner closes the processes."""
@@ -350,7 +268,7 @@ class RemoteProcesses:
             if not self.config.runner.max_staleness:  # asynchronous rollouts restore only random numbers
                 self.known.end_update()
             if went_back:  # back to a checkpoint, while a weight channel accepts only increasing versions
-                self._join_all()
+                self._rejoin()
                 return
             if stop_requested.is_set():  # the run is stopping: no rollout will use them
                 return
@@ -360,9 +278,9 @@ class RemoteProcesses:
                 if stop_requested.is_set():
                     return
                 logger.warning("weights of version %d: %s; all weights are sent again", version, error)
-                self._join_all()
+                self._rejoin()
 
-    def _join_all(self) -> None:
+    def _rejoin(self) -> None:
         """Reconnect all processes, restart dead ones, and send all weights."""
         for attempt in itertools.count(1):
             try:
@@ -405,105 +323,9 @@ class RemoteProcesses:
             elif ping.error is not None:
                 raise ping.error
 
-    def revive(self, error: WorkerDied, incarnation: int) -> None:
-        """Restart a process with the current weights, unless ``incarnation`` has been restarted already.
-
-        Raises:
-            WorkerDied: ``rollout.max_restarts`` is exhausted.
-            InterruptedError: the run is about to end.
-        """
-        with self._restarts.lock:
-            if self._restarts.incarnations[error.rank] == incarnation:
-                self._revive(error)
-                self._join_all()
-
-    def _revive(self, error: WorkerError) -> None:
-        self._restarts.restart(error, self._note_restart)
-
     def _note_restart(self, rank: int) -> None:
         self._pings.pop(rank, None)
-        self.known.note_restart(rank)
-
-    # -- requests ------------------------------------------------------------------------------------------------------
-
-    def call(
-        self,
-        method: str,
-        arguments: Sequence[tuple[object, ...]],
-        ranks: Sequence[int] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> list[Any]:
-        """Return the processes' answers to an interruptible request; a process that dies is restarted and asked again.
-
-        Args:
-            method: method of RolloutProcess.
-            arguments: arguments after the call number, by process.
-            ranks: the processes; None for all.
-            should_stop: polled now and then; None uses the run's.
-
-        Raises:
-            InterruptedError: ``should_stop`` returned True, or a process died while the run is stopping.
-            WorkerError: a method raised, or processes keep dying.
-        """
-        ranks = range(self.size) if ranks is None else ranks
-        should_stop = should_stop or self.should_stop
-        # Signals carry the call number, so that a late one does not stop the next request.
-        call = next(self._calls)
-        # Noted before the calls begin, so that a process restarted by another thread is not restarted twice.
-        incarnations = list(self._restarts.incarnations)
-        given = dict(zip(ranks, arguments, strict=True))
-        handles = {rank: self.group.call_on(rank, method, call, *own) for rank, own in given.items()}
-        answers: dict[int, Answer | None] = {}
-        stopped = False
-        try:
-            while pending := [rank for rank in handles if rank not in answers]:
-                if not stopped and should_stop():
-                    stopped = True
-                    self._signal(call, pending)
-                self._patience.end_late(handles)
-                futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
-                wait(futures, _POLL_S, FIRST_COMPLETED)
-                # Answers of living processes first: they must be recorded before a restart, which synchronises all
-                # processes.
-                gone = {rank: isinstance(handles[rank].error, WorkerDied) for rank in pending}
-                for rank, dead in sorted(gone.items(), key=lambda item: item[1]):
-                    # A replacement receives its weights once all processes are free to synchronise.
-                    if not handles[rank].done or (dead and not all(handles[other].done for other in pending)):
-                        continue
-                    try:
-                        answers[rank] = answer = handles[rank].result()
-                        if answer is not None:  # immediately: it may die before the others have answered
-                            self.known.note(rank, answer)
-                    except WorkerDied as error:
-                        self.revive(error, incarnations[rank])
-                        incarnations[rank] = self._restarts.incarnations[rank]
-                        # The request ends with InterruptedError anyway, so the replacement has nothing to repeat.
-                        if stopped:
-                            answers[rank] = None
-                        else:
-                            handles[rank] = self.group.call_on(rank, method, call, *given[rank])
-        except BaseException:  # also after a signal, which is re-raised: no call may stay pending
-            self._give_up(call, {rank: handles[rank] for rank in handles if rank not in answers})
-            raise
-        found = [answer for answer in answers.values() if answer is not None]
-        if len(found) < len(answers):
-            raise InterruptedError
-        return [answers[rank] or {} for rank in ranks]
-
-    def _signal(self, call: int, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            try:
-                self._stop[rank].put(call, 0.0)
-            except ChannelTimeout:
-                logger.warning("rollout process %d has not polled its signals", rank)
-
-    def _give_up(self, call: int, handles: dict[int, Handle]) -> None:
-        """Let the other processes finish, too, so that they are free for the next request."""
-        self._signal(call, handles)
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        futures = [future for handle in handles.values() for future in handle.futures.values()]
-        while wait(futures, _POLL_S).not_done and time.monotonic() < deadline:
-            self._patience.end_late(handles)
+        super()._note_restart(rank)
 
     def play_shares(
         self,
@@ -519,32 +341,6 @@ class RemoteProcesses:
         parts: list[Evaluated] = self.call(method, given, should_stop=should_stop)
         found: list[Played] = [{name: EpisodeResults(**one) for name, one in part["played"].items()} for part in parts]
         return join_results(found, max)
-
-    def call_all(self, method: str, *arguments: Sequence[object], ranks: Sequence[int] | None = None) -> list[Any]:
-        """Return all processes' answers to a short request; ``arguments`` are by process.
-
-        A process that has died is restarted and asked again; if the run is about to end, its answer is None.
-        """
-        ranks = range(self.size) if ranks is None else ranks
-        given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)
-        # As in ``call``: noted before the calls begin.
-        incarnations = list(self._restarts.incarnations)
-        handles = [self.group.call_on(rank, method, *own) for rank, own in zip(ranks, given, strict=True)]
-        answers: list[Any] = []
-        for rank, handle, own in zip(ranks, handles, given, strict=True):
-            while True:
-                try:
-                    answers.append(handle.result())
-                    break
-                except WorkerDied as error:
-                    try:
-                        self.revive(error, incarnations[rank])
-                    except InterruptedError:
-                        answers.append(None)
-                        break
-                    incarnations[rank] = self._restarts.incarnations[rank]
-                    handle = self.group.call_on(rank, method, *own)
-        return answers
 
 
 class RemoteBackend(RemoteProcesses, RolloutBackend):
@@ -610,11 +406,6 @@ class RemoteBackend(RemoteProcesses, RolloutBackend):
         with self.collector.paused():
             played = self.play_shares("evaluate", video_dir, every_decoding)
         return evaluation_result(self.config.evaluated, played)
-
-
-def _no_update(random: list[str]) -> Snapshot:
-    """Return the snapshot of a process with these random numbers and no update in progress."""
-    return {"metas": [], "random": random, "before": None}
 
 
 def _raise_known(handles: Sequence[Handle]) -> None:

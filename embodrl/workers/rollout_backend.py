@@ -19,7 +19,6 @@ from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.names import import_object
-from embodrl.types import Decoding
 from embodrl.workers.async_collector import AsyncCollector, make_runners, workflow_runner
 from embodrl.workers.collector import WHOLE, Collector, EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.evaluator import EvalResult, Evaluator, run_decodings
@@ -128,15 +127,7 @@ def make_sync_collector(
     return collector(config, pool, engine, should_stop, judging, share)
 
 
-def make_evaluator(
-    config: Config,
-    pool: EnvPool,
-    engine: RolloutEngine,
-    should_stop: Callable[[], bool] = lambda: False,
-    make_own: Callable[[Config], EnvPool] | None = None,
-    decodings: tuple[Decoding, ...] | None = None,
-) -> Evaluator:
-    """Return the evaluator of a policy that ``rollout.workflow``, if any, also plays in training; see Evaluator."""
+def evaluator_class(config: Config) -> type[Evaluator]:
+    """Return the class that evaluates a policy, which ``rollout.workflow``, if any, plays as in training."""
     own = None if config.rollout.workflow is None else workflow_runner().evaluator
-    evaluator = Evaluator if own is None else cast("type[Evaluator]", import_object(own))
-    return evaluator(config, pool, engine, should_stop, make_own, decodings)
+    return Evaluator if own is None else cast("type[Evaluator]", import_object(own))

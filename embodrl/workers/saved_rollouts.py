@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
-from embodrl.errors import EmbodrlError, FileFormatError
+from embodrl.errors import BatchError, EmbodrlError, FileFormatError
 from embodrl.fields import Fields, parse_fields
 from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, atomic_file
 from embodrl.storage.files import write_safetensors
@@ -49,10 +49,10 @@ def save_rollout(path: Path, batch: TrajectoryBatch, metrics: Metrics) -> None:
 
 
 def load_rollout(path: Path) -> tuple[TrajectoryBatch, Metrics]:
-    """Read a batch of ``save_rollout``; times, which were those of playing, are left out of the metrics.
+    """Read a batch of ``save_rollout``; its metrics come without the times, which nothing takes in a replay.
 
     Raises:
-        FileFormatError: the file is missing, damaged, or not a rollout.
+        FileFormatError: the file is missing, damaged, or not a rollout (``rollout-unreadable``).
     """
     try:
         with open_tensors(path) as reader:
@@ -64,9 +64,15 @@ def load_rollout(path: Path) -> tuple[TrajectoryBatch, Metrics]:
     if FACTS not in known:
         raise FileFormatError(f"{path} is not a rollout of embodrl", HINT, code="rollout-unreadable")
     facts = parse_fields(known[FACTS], str(path), FileFormatError, HINT)
-    batch = batch_from_tensors(
-        tensors, [int(size) for size in facts.numbers("batch_size")], dict(facts.fields("meta").content)
-    )
+    sizes = [int(size) for size in facts.numbers("batch_size")]
+    try:
+        batch = batch_from_tensors(tensors, sizes, dict(facts.fields("meta").content))
+    except BatchError as error:
+        message = f"{path} is damaged: {error.message}"
+        raise FileFormatError(message, HINT, code="rollout-unreadable") from error
+    if missing := [name for name in TrajectoryBatch.required() if name not in batch]:
+        message = f"{path} is damaged: it has no {', '.join(missing)}"
+        raise FileFormatError(message, HINT, code="rollout-unreadable")
     return batch, _metrics(facts.fields("metrics"))
 
 

@@ -14,14 +14,15 @@ from expect import raises_code
 from test_env_faults import wait_until_gone
 
 from embodrl.config import load_config
+from embodrl.config.schema import Config
 from embodrl.data.raw import RawWriter
 from embodrl.envs.pool.faults import Bounds
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvQuarantined
-from embodrl.reporting.progress import Progress
 from embodrl.types import PolicyOutput
-from embodrl.workers.demonstrations import DemoCollector
+from embodrl.workers.collection import DemoCollector
+from embodrl.workers.demonstrations import NumberedAttempts
 from embodrl.workers.evaluator import Evaluator
 
 SETTINGS = [
@@ -65,18 +66,23 @@ def mortal(**kwargs: object) -> Mortal:
     return Mortal(EnvPool.create("toy", settings, total_num_envs=4, num_processes=2).managers)
 
 
+def collect(config: Config, pool: EnvPool, directory: Path) -> DemoCollector:
+    collector = DemoCollector(config, pool.spec.tasks, RawWriter(directory))
+    NumberedAttempts(config, pool, None, collector.take, collector.add).run(lambda: collector.finished)
+    return collector
+
+
 @pytest.mark.parametrize(("name", "number"), [("expert_actions", 5), ("expert_reset", 1), ("expert_reset", 3)])
 def test_a_collection_restarts_its_attempts(name: str, number: int, tmp_path: Path) -> None:
     config = load_config([*SETTINGS, f"collect.output_dir={tmp_path}"]).config
     with mortal(auto_reset=False) as pool:
         pool.doom(name, number)
-        collector = DemoCollector(config, pool, RawWriter(tmp_path))
-        collector.run(Progress("collect", 1, "episodes", "off"))
+        collector = collect(config, pool, tmp_path)
         collector.close({})
         assert pool.left <= 0 and pool.faults.restarts == 1
     assert collector.kept.tolist() == [12] and collector.solved.tolist() == collector.tried.tolist()
     episodes = json.loads((tmp_path / "index.json").read_text())["episodes"]
-    assert len({episode["seed"] for episode in episodes}) == 12
+    assert [episode["seed"] for episode in episodes] == list(range(config.collect.seed, config.collect.seed + 12))
     assert [episode["length"] for episode in episodes] == [expert_steps(episode["seed"]) for episode in episodes]
 
 
@@ -86,7 +92,7 @@ def test_a_collection_of_which_nothing_can_be_true_stops(tmp_path: Path) -> None
         pool.doom("", 0)
         pool.recovery.bounds = Bounds(reward=1e-6)
         with raises_code("env-quarantined", EnvQuarantined, "task reach-red"):
-            DemoCollector(config, pool, RawWriter(tmp_path)).run(Progress("collect", 1, "episodes", "off"))
+            collect(config, pool, tmp_path)
 
 
 def expert_steps(seed: int) -> int:

@@ -6,6 +6,7 @@ from config_case import Wrong
 
 KEY = "rollout.workflow"
 WORKFLOW = f"{KEY}='embodrl.workers.workflows.workflow:ChunkWorkflow'"
+OPD = ("algorithm=opd", "actor.optim.critic_warmup_iterations=0")
 EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
 # Cases do arithmetic with these, whatever the presets say.
@@ -405,6 +406,34 @@ RULES = [
     Wrong("no checkpoint", "model.model_path", "checkpoint-exists", ("model.model_path=/no/such/directory",)),
     Wrong("checkpoint that is a file", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}/file",)),
     Wrong("no warm start", "model.warm_start", "warm-start-exists", ("model.warm_start=buildin",), names="builtin"),
+    Wrong(
+        "a critic of its own on servers",
+        "rollout.backend",
+        "critic-network-has-its-engines",
+        ("rollout.backend=remote", "rollout.remote.urls=['http://127.0.0.1:1']", "algorithm.critic.kind=network"),
+        more=("rollout.publish_weights",),
+    ),
+    Wrong(
+        "a node on devices that are not there",
+        "pipeline.placement.advantage",
+        "placed-nodes-have-devices",
+        ("pipeline.placement={advantage: '0-99'}", "cluster.device=cpu"),
+        more=("pipeline.name",),
+    ),
+    Wrong("no teacher", "algorithm.teacher", "teacher-exists", ("algorithm.teacher=null", *OPD)),
+    Wrong(
+        "a teacher without weight",
+        "algorithm.kl.coef",
+        "teacher-exists",
+        ("algorithm.kl.coef=0", "algorithm.teacher={tmp}", *OPD),
+        more=("algorithm.teacher",),
+    ),
+    Wrong(
+        "a teacher that is no policy",
+        "algorithm.teacher",
+        "teacher-exists",
+        ("algorithm.teacher={tmp}", *OPD),
+    ),
     Wrong("checkpoint without a policy", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}",)),
     Wrong("warm start without a policy", "model.warm_start", "warm-start-exists", ("model.warm_start={tmp}",)),
     Wrong(

@@ -116,6 +116,36 @@ CLUSTER = [
         ("cluster.node_groups=[{label: node, node_ranks: 0}]",),
     ),
     Wrong(
+        "hardware of a group without a name",
+        "cluster.node_groups.0.hardware.name",
+        "group-hardware-is-sound",
+        ("cluster.node_groups=[{label: fast, node_ranks: 0, hardware: {num_gpus: 4}}]",),
+    ),
+    Wrong(
+        "a machine that is two kinds",
+        "cluster.node_groups.1.hardware",
+        "group-hardware-is-sound",
+        (
+            "cluster.node_groups=[{label: a, node_ranks: 0, hardware: {name: x, num_cores: 1, memory_gib: 1}},"
+            "{label: b, node_ranks: all, hardware: {name: y, num_cores: 1, memory_gib: 1}}]",
+        ),
+    ),
+    Wrong(
+        "cores of a group that are not spread evenly",
+        "cluster.node_groups.0.hardware.num_cores",
+        "described-hardware-is-whole",
+        (
+            "cluster.node_groups=[{label: a, node_ranks: 0,"
+            " hardware: {name: x, num_cores: 1, num_numa_nodes: 2, memory_gib: 1}}]",
+        ),
+    ),
+    Wrong(
+        "hardware of a group that is not here",
+        "cluster.node_groups.0.hardware.name",
+        "described-hardware-is-here",
+        ("cluster.node_groups=[{label: a, node_ranks: 0, hardware: {name: x, num_cores: 60000, memory_gib: 1}}]",),
+    ),
+    Wrong(
         "unknown node group",
         "cluster.component_placement",
         "places-exist",

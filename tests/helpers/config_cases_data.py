@@ -22,6 +22,20 @@ DATA = [
     Wrong(
         "cameras too many", "sft.cameras", "a-camera-of-the-data-for-each-of-the-policy", ("sft.cameras=[top,wrist]",)
     ),
+    Wrong(
+        "data to mix that are not there",
+        "sft.further_data",
+        "every-dataset-has-a-weight",
+        ("sft.further_data=[data/nothing]",),
+        names="directory",
+    ),
+    Wrong(
+        "a weight too few",
+        "sft.data_weights",
+        "every-dataset-has-a-weight",
+        ("sft.data_weights=[1]", "sft.further_data=[/]"),
+        names="2 numbers",
+    ),
     Wrong("unknown axis", "axes", "axes-are-of-the-environment", ("axes=light,ligth",), names="light"),
     Wrong(
         "axis of other tasks",

@@ -129,6 +129,7 @@ FAMILIES = [
 DISCRETE = "model.gaussian.categorical"
 DINOV2 = ("model.gaussian.frozen_encoder=facebook/dinov2-small", "model=cnn")
 IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
+TD3_BC = ("algorithm=td3_bc", "actor.optim.critic_warmup_iterations=0")
 DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
 DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
@@ -446,6 +447,19 @@ FAMILIES += [
         "algorithm.off_policy.demos",
         "offline-has-data",
         ("algorithm.off_policy.demos={tmp}/none", *IQL),
+    ),
+    Wrong(
+        "TD3+BC on tokens",
+        "model.model_type",
+        "td3-bc-has-an-actor",
+        ("model.model_type=openvla", "algorithm.off_policy.demos={tmp}", "model=mlp", *TD3_BC),
+        more=("env.include_images",),
+    ),
+    Wrong(
+        "TD3+BC in several processes",
+        "actor.training_backend",
+        "td3-bc-has-an-actor",
+        ("actor.training_backend=fsdp", "algorithm.off_policy.demos={tmp}", "model=mlp", *TD3_BC),
     ),
     Wrong(
         "RECAP without labels",

@@ -20,6 +20,7 @@ import psutil
 POINTS = {
     "act": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.act",
     "decide": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.decide",
+    "expert_actions": "embodrl.envs.pool.pool:EnvPool.expert_actions",
     "vllm_token": "embodrl.hybrid_engines.rollout.vllm.decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.training.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.training.fsdp:FsdpTrainEngine.optimizer_step",
@@ -33,6 +34,7 @@ POINTS = {
     "store": "embodrl.data.replay:ReplayStores.add",
     "learn": "embodrl.learners.off_policy:OffPolicyUpdate.update_actor",
     "learn_rlt": "embodrl.learners.rlt:RltUpdate.update_actor",
+    "learn_td3": "embodrl.learners.offline.td3_bc:Td3BcUpdate.update_actor",
     "learn_offline": "embodrl.learners.offline.learner:OfflineUpdater.imitate",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "log_late": "embodrl.reporting.sinks:MetricsLogger.log_late",

@@ -15,10 +15,12 @@ from runs import TINY, TINY_POLICY, script
 from safetensors.torch import load_file
 
 import embodrl
+from embodrl.errors import EmbodrlError
 from embodrl.reporting.rows import is_measured
 from embodrl.runs.train import resume
 from embodrl.storage import checkpoint
 from embodrl.trainer import files
+from embodrl.workers.collector import SyncCollector
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -160,6 +162,46 @@ def test_a_session_takes_the_steps_of_the_trainer(tmp_path: Path, places: tuple[
     assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in saved)
     with raises_code("session-closed"):
         session.rollout()
+
+
+def test_the_steps_of_a_session_have_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / 'run'}"]) as session:
+        for step in (lambda: session.advantages(Any), lambda: session.train(Any, Any), session.sync):
+            with raises_code("session-order", EmbodrlError, "rollout"):
+                step()
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(SyncCollector, "gather", interrupted)
+            session.rollout()
+        batch = session.rollout()
+        for step in (session.rollout, session.sync):
+            with raises_code("session-order", EmbodrlError, "train"):
+                step()
+        with pytest.raises(EmbodrlError):
+            session.advantages(batch.select("rewards"))  # an error leaves the step to be taken again
+        assert isinstance(session.advantages(batch), embodrl.Advantages)
+        with raises_code("session-order", EmbodrlError, "train"):
+            session.advantages(batch)
+        session.train(batch, made(batch))
+        assert session.sync()["iteration"] == 1
+        batch = session.rollout()
+        # Of one's own, in place of session.advantages.
+        learned = session.train(batch, made(batch))
+        assert "train/policy_loss" in learned and "time/advantage_s" not in learned
+        with raises_code("session-order", EmbodrlError, "sync"):
+            session.train(batch, made(batch))
+        assert session.sync()["iteration"] == session.iteration == 2
+        session.save(tmp_path / "run" / "policy")
+    with raises_code("run-exists"), embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / 'run'}"]):
+        pass
+
+
+def made(batch: embodrl.TrajectoryBatch) -> embodrl.Advantages:
+    rewards = batch.rewards.sum(-1, keepdim=True)
+    return embodrl.Advantages(rewards, rewards, batch.valid.any(-1, keepdim=True))
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_session_is_for_runs_that_learn_from_their_rollouts(tmp_path: Path) -> None:

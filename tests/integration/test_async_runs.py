@@ -121,3 +121,24 @@ def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -
     rows = metrics(run_dir)[1:]
     # Counted when the second update takes its rollouts: those that the first one took beyond its own.
     assert rows[0]["rollout/resamples"] == rows[-1]["staleness/rejected_shards"] > 0
+
+
+def test_the_first_run_measures_the_share_of_training(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = ("--config", config, *ASYNC, "runner.max_staleness=1", "runner.max_iterations=2")
+    settings = (*settings, "cluster.placement=auto", "cluster.training_share=auto")
+    outcome = embodrl("train", *settings, f"runner.output_dir={tmp_path / 'run'}")
+    assert outcome.code == 0, outcome.stderr
+    measured = json.loads((tmp_path / "run" / "training_share.json").read_text())
+    every = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    rows = [row for row in every if row["iteration"]]
+    work = (  # two stages in the driver play at once, each half of the time that they take together
+        sum(row["time/train_s"] for row in rows),
+        sum(row["time/env_s"] / 2 + row["time/policy_s"] for row in rows),
+    )
+    assert measured["training_share"] == pytest.approx(work[0] / sum(work), abs=2e-3)
+    assert f"cluster.training_share = {measured['training_share']:g}" in outcome.stdout
+    plan = embodrl("plan", "train", *settings)
+    assert f"is {measured['training_share']:g}, as measured in {tmp_path}" in plan.stdout, plan.stderr

@@ -99,6 +99,27 @@ def tuned(stopped: tuple[Path, Outcome], config: Path, tmp_path_factory: pytest.
 
 
 @pytest.mark.long
+def test_fine_tuning_on_two_datasets_continues_bit_exactly(
+    stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    outcome = collect(config, other, "raw", "collect.num_episodes=2", "collect.seed=900000")
+    assert outcome.code == 0, outcome.stderr
+    mixture = (f"sft.further_data=[{other}]", "sft.data_weights=[0.3,0.7]", "sft.random_shift_px=1")
+    outcome = sft(config, stopped[0], tmp_path / "whole", *mixture)
+    assert outcome.code == 0 and f"2 episodes, 42 frames from {other}" in outcome.stdout, outcome.stderr
+    on_disk = (*mixture, "sft.memory_gb=1e-6")
+    outcome = sft(config, stopped[0], tmp_path / "parts", *on_disk, stop_at="sft_step:7:SIGINT")
+    assert outcome.code == 130 and outcome.stdout.count("held on disk") == 3, outcome.stderr
+    outcome = embodrl("resume", tmp_path / "parts")
+    assert outcome.code == 0, outcome.stderr
+    whole, parts = (load_file(tmp_path / name / "policy" / "model.safetensors") for name in ("whole", "parts"))
+    assert all(whole[name].equal(parts[name]) for name in whole)
+    outcome = sft(config, stopped[0], tmp_path / "wrong", f"sft.further_data=[{tmp_path}]")
+    assert outcome.code == 2 and "code: dataset-missing" in outcome.stderr
+
+
+@pytest.mark.long
 def test_fine_tuning_keeps_its_best_policy_and_ends_early(
     stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
@@ -126,6 +147,17 @@ def test_fine_tuning_that_was_stopped_resumes_bit_exactly(
         assert (tmp_path / "policy" / name).read_bytes() == (tuned / "policy" / name).read_bytes()
     rows = [[json.loads(row) for row in (d / "sft_metrics.jsonl").read_text().splitlines()] for d in (tmp_path, tuned)]
     assert rows[0][-1]["loss"] == rows[1][-1]["loss"] and rows[0][-1]["step"] == 30
+
+
+def test_images_on_disk_train_the_policy_of_those_in_memory(
+    stopped: tuple[Path, Outcome], config: Path, tuned: Path, tmp_path: Path
+) -> None:
+    outcome = sft(config, stopped[0], tmp_path, "sft.memory_gb=1e-6", stop_at="sft_step:13:SIGTERM")
+    assert outcome.code == 143 and f"held on disk in {tmp_path}" in outcome.stdout, outcome.stderr
+    outcome = embodrl("resume", tmp_path)
+    assert outcome.code == 0 and f"held on disk in {tmp_path}" in outcome.stdout, outcome.stderr
+    for name in ("model.safetensors", "value_head.safetensors"):
+        assert (tmp_path / "policy" / name).read_bytes() == (tuned / "policy" / name).read_bytes()
 
 
 @pytest.mark.long

@@ -52,7 +52,7 @@ def run(verb: Verb, loaded: LoadedConfig) -> None:
     elif verb == "collect":
         from embodrl.runs.collect import collect
 
-        collect(loaded.config)
+        collect(loaded.config, loaded.deployment)
     elif verb == "sft":
         from embodrl.runs.sft import sft
 

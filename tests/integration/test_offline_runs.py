@@ -53,13 +53,18 @@ def settings(config: Path, data: Path, run_dir: Path, *more: str) -> list[object
     return ["train", "--config", config, *given, *more]
 
 
-def test_a_killed_run_learns_and_is_resumed_bit_exactly(config: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "stop_at"), [("iql", "learn_offline:250:SIGKILL"), ("td3_bc", "learn_td3:125:SIGKILL")]
+)
+def test_a_killed_run_learns_and_is_resumed_bit_exactly(
+    config: Path, data: Path, tmp_path: Path, algorithm: str, stop_at: str
+) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    assert embodrl(*settings(config, data, whole)).code == 0
+    chosen = f"algorithm={algorithm}"
+    assert embodrl(*settings(config, data, whole, chosen)).code == 0
     rows = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["env_steps"] == 0 and rows[-1]["eval/success_rate"] > rows[0]["eval/success_rate"] + 0.3
-    stop_at = "learn_offline:250:SIGKILL"
-    assert embodrl(*settings(config, data, run_dir), stop_at=stop_at).code == -signal.SIGKILL
+    assert embodrl(*settings(config, data, run_dir, chosen), stop_at=stop_at).code == -signal.SIGKILL
     outcome = embodrl("resume", run_dir)
     assert outcome.code == 0 and "starts over" not in outcome.stderr, outcome.stderr
     assert metrics(run_dir) == metrics(whole)

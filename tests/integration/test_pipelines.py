@@ -14,10 +14,11 @@ from embodrl import testing
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
 from embodrl.errors import PipelineError
+from embodrl.learners.rollout import RolloutLearner
 from embodrl.pipelines import nodes
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import PipelineContext
-from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.pipelines.graph import Pipeline
 from embodrl.pipelines.load import load_config
 from embodrl.runs.train import train
 
@@ -58,8 +59,9 @@ def test_a_built_in_pipeline_trains(name: str, tmp_path: Path) -> None:
     assert name == "dapo" or any(row["train/num_updates"] for row in rows)
 
 
-def written_out(graph: Graph, context: PipelineContext, on_node: object = None) -> dict[str, Any]:
+def written_out(learner: RolloutLearner, iteration: int) -> dict[str, Any]:
     """An iteration as a loop without a graph."""
+    context = learner.open_iteration(iteration)
     algorithm = context.config.algorithm
     batch, row = context.rollout.gather(context.iteration)
     row |= {"env_steps": batch.meta["env_steps"]} | context.rewards.apply(batch)
@@ -67,14 +69,14 @@ def written_out(graph: Graph, context: PipelineContext, on_node: object = None) 
         batch.ref_logprobs = context.updates.reference_logprobs(batch)
     row |= context.updates.update(batch, compute_advantages(batch, algorithm), context.shuffle)
     context.rollout.update_weights(context.engine.weights(), context.engine.version)
-    return row
+    return learner.close_iteration(row)
 
 
 @pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.long) for name in ("grpo", "srpo"))])
 def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (f"algorithm={name}", "algorithm.kl.coef=0.05", *GROUPS.get(name, IN_GROUPS))
     walked = run(tmp_path / "walked", *settings)
-    monkeypatch.setattr(Graph, "run", written_out)
+    monkeypatch.setattr(RolloutLearner, "step", written_out)
     assert run(tmp_path / "written", *settings) == walked
     left, right = weights(tmp_path / "walked"), weights(tmp_path / "written")
     assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)

@@ -41,11 +41,11 @@ def without_eval(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_all_presets_are_here() -> None:
-    assert presets("algorithm") == sorted([*EXPECTED, *OFF_POLICY, *OF_FLOWS, "ppo_gaussian"])
+    assert presets("algorithm") == sorted([*EXPECTED, *OFF_POLICY, *OF_FLOWS, "opd", "ppo_gaussian"])
 
 
 # They have tests of their own.
-OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "rlt", "hil_serl", "dagger", "hg_dagger", "iql", "recap")
+OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "rlt", "hil_serl", "dagger", "hg_dagger", "iql", "td3_bc", "recap")
 OF_FLOWS = ("fpo", "pi_nft")
 EXPECTED = {
     "ppo": {"train/value_loss"},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from expect import raises_code
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import embodrl
@@ -45,9 +47,22 @@ def test_a_replay_learns_what_the_run_learned(tmp_path: Path) -> None:
 
 def test_what_can_not_be_replayed_is_refused_before_the_run(tmp_path: Path) -> None:
     replay = f"rollout.replay={tmp_path}"
-    for settings in ((replay,), (f"rollout.replay={tmp_path / 'absent'}",), (replay, "runner.save_rollouts=true")):
+    processes = (replay, "cluster.device=cpu", "cluster.component_placement={actor: '0:0', rollout: '0:0-1'}")
+    absent = (f"rollout.replay={tmp_path / 'absent'}",)
+    for settings in ((replay,), absent, (replay, "runner.save_rollouts=true"), processes):
         with raises_code("rollouts-can-be-replayed"):
             embodrl.load_config([*TOY, *settings])
+
+
+def test_a_rollout_without_a_column_is_refused(tmp_path: Path) -> None:
+    run(tmp_path / "run", "runner.save_rollouts=true", "runner.max_iterations=1")
+    path = rollout_file(tmp_path / "run" / "rollouts", 0)
+    with safe_open(path, "pt") as reader:
+        facts = reader.metadata()
+    for column in ('["rewards"]', '["valid"]'):
+        save_file({name: tensor for name, tensor in load_file(path).items() if name != column}, path, facts)
+        with raises_code("rollout-unreadable", FileFormatError, json.loads(column)[0]):
+            load_rollout(path)
 
 
 def test_files_that_are_no_rollouts_are_refused(tmp_path: Path) -> None:

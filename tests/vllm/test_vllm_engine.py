@@ -23,7 +23,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make test-vllm` makes an environment that has it", allow_module_level=True)
 
 from embodrl.hybrid_engines.rollout.vllm import decoder as vllm_decoder
-from embodrl.hybrid_engines.rollout.vllm.decoder import import_vllm
+from embodrl.hybrid_engines.rollout.vllm.decoder import DecodeLimits, import_vllm
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine, language_weights
 
 pytestmark = pytest.mark.timeout(1800)  # importing and starting vLLM takes minutes on a machine that others use
@@ -123,9 +123,19 @@ def test_rows_draw_from_their_own_generators(policy, served):
 
 def test_more_rows_than_vllm_decodes_at_once_wait(policy):
     sampling = SamplingConfig(temperature=1.6)
-    narrow = VllmRolloutEngine(policy, RolloutConfig(precision="fp32"), sampling, 7, max_num_seqs=2)
+    narrow = VllmRolloutEngine(policy, RolloutConfig(precision="fp32"), sampling, 7, limits=DecodeLimits(2))
     native = engine_of(NativeRolloutEngine, policy)
     assert_equal_outputs(narrow.act(observation_of(7), True), native.act(observation_of(7), True))
+
+
+def test_steps_of_few_tokens_choose_the_same(policy):
+    sampling = SamplingConfig(temperature=1.6)
+    native = engine_of(NativeRolloutEngine, policy)
+    row = policy.model.config.num_patches + policy.processor.max_prompt_tokens + policy.num_action_chunks * 7
+    small = VllmRolloutEngine(policy, RolloutConfig(precision="fp32"), sampling, 7, limits=DecodeLimits(64, row))
+    assert_equal_outputs(small.act(observation_of(), True), native.act(observation_of(), True))
+    with raises_code("vllm-tokens", EmbodrlError, row):
+        VllmRolloutEngine(policy, RolloutConfig(precision="fp32"), sampling, 7, limits=DecodeLimits(64, row - 1))
 
 
 def test_the_value_of_the_whole_prompt():

@@ -87,6 +87,22 @@ def critic_learns(context: Context) -> Iterator[Finding]:
         yield Finding("actor.optim.critic_warmup_iterations", message, hint, "0", others=("algorithm.loss_type",))
 
 
+@rule("algorithm.critic.kind", "rollout.backend", "actor.training_backend")
+def critic_network_has_its_engines(context: Context) -> Iterator[Finding]:
+    """A critic of its own acts and trains where the policy's own modules do."""
+    config = context.config
+    if config.algorithm.critic.kind != "network" or not context.loss.needs_values:
+        return
+    others = ("algorithm.critic.kind",)
+    for key, found, able in (
+        ("rollout.backend", config.rollout.backend, ("native",)),
+        ("actor.training_backend", config.actor.training_backend, ("native", "fsdp")),
+    ):
+        if found not in able:
+            message = f"{found} has no critic that is a network of its own"
+            yield Finding(key, message, "set algorithm.critic.kind=head", ", ".join(able), others=others)
+
+
 @rule("algorithm.reward_type", "model.value_head.output", "model.add_value_head")
 def values_match_rewards(context: Context) -> Iterator[Finding]:
     """There is one value per reward."""

@@ -66,8 +66,12 @@ class Context:
 
     @property
     def gathers_in_processes(self) -> bool:
-        """Whether a run's rollouts are in processes of their own; an evaluation alone may be, whatever learns."""
-        return self.verb != "eval" and self.deployment is not None and self.deployment.rolls_out_in_processes
+        """Whether a run's rollouts are in processes of their own; what only acts may be there whatever learns."""
+        return (
+            self.verb not in ("eval", "collect", "record")
+            and self.deployment is not None
+            and self.deployment.rolls_out_in_processes
+        )
 
     @cached_property
     def _defaults(self) -> Any:

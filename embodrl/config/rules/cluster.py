@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from embodrl.config.rules.base import Context, divisors, multiples, note, rule
 from embodrl.config.schema import Config
+from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig, NodeGroupConfig
 from embodrl.deployment.grammar import COMPONENTS, MACHINES, PlacementError, ProcessPlace
-from embodrl.deployment.solver import is_single, pools_of
+from embodrl.deployment.solver import is_single, nodes_of
 from embodrl.deployment.topology import GIB
 from embodrl.names import is_misspelt, nearest
 from embodrl.rule_set import Finding
@@ -70,9 +71,53 @@ def node_groups_are_sound(context: Context) -> Iterator[Finding]:
             message = f"'{group.label}' can't be a label: it is taken, empty or contains a slash"
             yield Finding(f"{key}.label", message, "give each group a unique name", f"text other than '{MACHINES}'")
         try:
-            pools_of(cluster.model_copy(update={"node_groups": (group,)}), 1)
+            nodes_of(cluster, group)
         except PlacementError as error:
             yield Finding(f"{key}.node_ranks", str(error), error.hint, error.allowed, others=("cluster.num_nodes",))
+
+
+@rule("cluster.node_groups", "cluster.num_nodes")
+def group_hardware_is_sound(context: Context) -> Iterator[Finding]:
+    """Hardware of a node group has a name, and a machine is described once."""
+    cluster = context.config.cluster
+    described: dict[int, NodeGroupConfig] = {}
+    for index, group in enumerate(cluster.node_groups):
+        key = f"cluster.node_groups.{index}.hardware"
+        hardware = group.hardware
+        if hardware is None:
+            continue
+        if hardware.name is None:
+            yield Finding(f"{key}.name", "is missing, and a description has one", "name the machines", "text", at=key)
+            continue
+        for node in _nodes(cluster, group):
+            other = described.setdefault(node, group)
+            if other.hardware != hardware:
+                message = f"describes machine {node} as '{hardware.name}', and group '{other.label}' otherwise"
+                yield Finding(key, message, "describe a machine in one group only", "one description of a machine")
+                break
+
+
+def _nodes(cluster: ClusterConfig, group: NodeGroupConfig) -> tuple[int, ...]:
+    """Return the machines of a group; () where another rule reports that there are no such machines."""
+    try:
+        return nodes_of(cluster, group)
+    except PlacementError:
+        return ()
+
+
+def _descriptions(cluster: ClusterConfig) -> dict[str, HardwareConfig]:
+    """Return the described kinds of machines by key."""
+    groups = {f"cluster.node_groups.{i}.hardware": group.hardware for i, group in enumerate(cluster.node_groups)}
+    found = {"cluster.hardware": cluster.hardware, **groups}
+    return {key: each for key, each in found.items() if each is not None and each.name is not None}
+
+
+def _description_of_the_first(cluster: ClusterConfig) -> tuple[str, HardwareConfig]:
+    """Return the description of the machine on which a run starts, with its key."""
+    for index, group in enumerate(cluster.node_groups):
+        if group.hardware is not None and 0 in _nodes(cluster, group):
+            return f"cluster.node_groups.{index}.hardware", group.hardware
+    return "cluster.hardware", cluster.hardware
 
 
 @rule(KEY, "cluster.placement", "cluster", "actor.training_backend", "rollout.backend", "env.num_processes")
@@ -90,7 +135,7 @@ def places_exist(context: Context) -> Iterator[Finding]:
     yield from shares_are_even(context.config, context.solution.places)
 
 
-@rule("cluster.hardware", "cluster.num_nodes", "cluster.device", machine_specific=True)
+@rule("cluster.hardware", "cluster.num_nodes", "cluster.node_groups", "cluster.device", machine_specific=True)
 def described_hardware_is_here(context: Context) -> Iterator[Finding]:
     """Described hardware matches this machine, on which training runs."""
     cluster = context.config.cluster
@@ -100,7 +145,7 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
         message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows only this machine"
         hint = f"set cluster.launcher={able}, or num_nodes to 1; `embodrl plan train` plans for any number"
         yield Finding("cluster.num_nodes", message, hint, f"1, or launcher {able}", others=("cluster.launcher",))
-    hardware = cluster.hardware
+    key, hardware = _description_of_the_first(cluster)
     if hardware.name is None:
         return
     facts = [
@@ -111,7 +156,7 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
     missing = [f"{there:.0f} of {wanted:.0f} {what}" for wanted, there, what in facts if there < wanted]
     if missing:
         yield Finding(
-            "cluster.hardware.name",
+            f"{key}.name",
             f"'{hardware.name}' is described, but this machine has {', '.join(missing)}",
             "set cluster=local, or run it on such a machine; `embodrl plan train` works without one",
             "null, or hardware that is here",
@@ -201,23 +246,23 @@ def shares_are_even(config: Config, found: Places) -> Iterator[Finding]:
         )
 
 
-@rule("cluster.hardware", "cluster.device")
+@rule("cluster.hardware", "cluster.device", "cluster.node_groups")
 def described_hardware_is_whole(context: Context) -> Iterator[Finding]:
     """GPUs and cores are spread evenly over NUMA nodes, and a requested GPU is described."""
     cluster = context.config.cluster
-    hardware = context.config.cluster.hardware
-    if hardware.name is None:
-        return
-    for key, count in (("num_gpus", hardware.num_gpus), ("num_cores", hardware.num_cores)):
-        if count % hardware.num_numa_nodes:
-            yield Finding(
-                f"cluster.hardware.{key}",
-                f"{count} / {hardware.num_numa_nodes} NUMA nodes leaves {count % hardware.num_numa_nodes}",
-                f"set it to {multiples(count, hardware.num_numa_nodes)}",
-                f"a multiple of {hardware.num_numa_nodes}",
-                others=("cluster.hardware.num_numa_nodes",),
-            )
-    if cluster.device == "cuda" and not hardware.num_gpus:
+    described = _descriptions(cluster)
+    for at, hardware in described.items():
+        for key, count in (("num_gpus", hardware.num_gpus), ("num_cores", hardware.num_cores)):
+            if count % hardware.num_numa_nodes:
+                yield Finding(
+                    f"{at}.{key}",
+                    f"{count} / {hardware.num_numa_nodes} NUMA nodes leaves {count % hardware.num_numa_nodes}",
+                    f"set it to {multiples(count, hardware.num_numa_nodes)}",
+                    f"a multiple of {hardware.num_numa_nodes}",
+                    others=(f"{at}.num_numa_nodes",),
+                )
+    hardware = cluster.hardware
+    if cluster.device == "cuda" and hardware.name is not None and not any(h.num_gpus for h in described.values()):
         yield Finding(
             "cluster.device",
             f"is cuda, and '{hardware.name}' has no GPU",

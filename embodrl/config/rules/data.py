@@ -58,6 +58,21 @@ def raw_demonstrations_have_no_videos(context: Context) -> Iterator[Finding]:
             yield Finding(key, message, "leave it out, or set collect.format=lerobot", others=("collect.format",))
 
 
+@rule("sft.further_data", "sft.data_weights")
+def every_dataset_has_a_weight(context: Context) -> Iterator[Finding]:
+    """Datasets to mix are directories on this machine, and there is one weight for each."""
+    sft = context.config.sft
+    for directory in sft.further_data:
+        if directory not in context.made_before and path_kind(directory) != "directory":
+            hint = "correct the path; `embodrl fetch` gets datasets from the hub"
+            yield Finding("sft.further_data", f"no directory '{directory}'", hint, "directories of datasets")
+    count = 1 + len(sft.further_data)
+    if sft.further_data and sft.data_weights is not None and len(sft.data_weights) != count:
+        message = f"{len(sft.data_weights)} weights for {count} datasets"
+        hint = "give one for sft.data_dir and one for each of sft.further_data, in this order"
+        yield Finding("sft.data_weights", message, hint, f"{count} numbers above 0", others=("sft.further_data",))
+
+
 @rule("sft.cameras", "env.cameras")
 def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Finding]:
     """sft.cameras names one camera for each of env.cameras."""

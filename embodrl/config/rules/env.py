@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from embodrl.config.rules.base import Context, multiples, note, path_kind, rule, value_of
 from embodrl.config.schema import Config
+from embodrl.deployment.solver import hardware_by_node
 from embodrl.rule_set import Finding
 from embodrl.specs import ENV_SERVERS
 
@@ -375,14 +376,14 @@ def tasks_have_equal_shares(context: Context) -> Iterator[Finding]:
         )
 
 
-@note("env.num_processes", "cluster.hardware", "cluster.num_nodes")
+@note("env.num_processes", "cluster.hardware", "cluster.num_nodes", "cluster.node_groups")
 def processes_have_cores(context: Context) -> Iterator[Finding]:
     """More processes than cores slow each other down."""
     cluster = context.config.cluster
     processes = context.config.env.num_processes
     cores = os.cpu_count() or 1
-    if cluster.hardware.name is not None:
-        cores = cluster.hardware.num_cores * cluster.hardware.threads_per_core * cluster.num_nodes
+    if cluster.hardware.name is not None and context.deployment is not None:
+        cores = sum(each.num_cores * each.threads_per_core for each in hardware_by_node(cluster))
     if processes > cores and context.by_user("env.num_processes"):
         yield Finding(
             "env.num_processes", f"{processes} processes share {cores} cores", f"{cores} would be at least as fast"

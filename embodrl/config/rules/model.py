@@ -77,11 +77,16 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
         yield Finding("model.model_path", message, hint, allowed)
 
 
-@rule("model.model_type", "model.model_path", "model.warm_start")
+@rule("model.model_type", "model.model_path", "model.warm_start", "algorithm.teacher")
 def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
-    """The policy's config.json belongs to the chosen family."""
+    """The config.json of the policy, and of its teacher, belongs to the chosen family."""
     model = context.config.model
-    key, path = ("warm_start", model.warm_start) if model.model_path is None else ("model_path", model.model_path)
+    own = ("warm_start", model.warm_start) if model.model_path is None else ("model_path", model.model_path)
+    yield from _of_the_family(context, f"model.{own[0]}", own[1])
+    yield from _of_the_family(context, "algorithm.teacher", context.config.algorithm.teacher)
+
+
+def _of_the_family(context: Context, key: str, path: str | None) -> Iterator[Finding]:
     family = context.family
     is_here = path not in (None, BUILTIN) and path_kind(f"{path}/{CONFIG}") == "file"
     if path is None or family is None or family.recognizes is None or not is_here:
@@ -92,7 +97,7 @@ def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
     try:
         raw = read_fields(file).content
     except EmbodrlError as error:
-        yield Finding(f"model.{key}", error.message, hint, others=others)
+        yield Finding(key, error.message, hint, others=others)
         return
     if not raw or family.recognizes(raw):  # an empty one says nothing; readers of its sizes refuse it
         return
@@ -101,10 +106,10 @@ def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
     if found:
         are = " or ".join(found)
         message = f"{file} is of a {are} model, not {family.name}"
-        yield Finding(f"model.{key}", message, f"set model.model_type={are}", nearest=found[0], others=others)
+        yield Finding(key, message, f"set model.model_type={are}", nearest=found[0], others=others)
     elif kind or not raw.keys() & OF_A_POLICY:
         message = f"{file} is of " + (f"a '{kind}' model, not {family.name}" if kind else "no known model")
-        yield Finding(f"model.{key}", message, hint, others=others)
+        yield Finding(key, message, hint, others=others)
 
 
 @rule("model.lora_path", "model.model_path", "model.warm_start")
@@ -138,18 +143,55 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
     model = context.config.model
     if model.warm_start in (None, BUILTIN, *context.made_before) or model.model_path is not None or context.resuming:
         return
-    if path_kind(f"{model.warm_start}/config.json") != "file":
-        near = nearest(str(model.warm_start), [BUILTIN])
-        hint = "give a directory made by `embodrl sft`, builtin for the shipped weights, or null for random ones"
-        found = path_kind(str(model.warm_start)) == "directory"
-        if path_kind(f"{model.warm_start}/policy/config.json") == "file":
-            hint = f"write model.warm_start={model.warm_start}/policy"
-        elif found and (
-            Path(model.warm_start).parent.name == "checkpoints" or path_kind(f"{model.warm_start}/config.yaml")
-        ):
-            hint = f"write it to a directory first: embodrl export {model.warm_start} outputs/my-policy"
-        message = f"'{model.warm_start}' holds no policy" if found else f"no directory '{model.warm_start}'"
-        yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
+    hint = "give a directory made by `embodrl sft`, builtin for the shipped weights, or null for random ones"
+    for message, better in _no_policy("model.warm_start", model.warm_start):
+        near = nearest(model.warm_start, [BUILTIN])
+        yield Finding("model.warm_start", message, better or hint, "builtin, an existing directory, null", near)
+
+
+@rule("algorithm.teacher", "algorithm.kl", "algorithm.adv_type", "model.num_action_chunks", "model.trainable")
+def teacher_exists(context: Context) -> Iterator[Finding]:
+    """A teacher is a directory with a policy; without advantages there is one to learn from."""
+    algorithm = context.config.algorithm
+    key = "algorithm.teacher"
+    if algorithm.adv_type == "zero" and (algorithm.teacher is None or not algorithm.kl.coef):
+        at = key if algorithm.teacher is None else "algorithm.kl.coef"
+        message = "adv_type 'zero' learns from a teacher alone, and there is none"
+        hint = "name a policy: algorithm.teacher=DIR; its weight is algorithm.kl.coef"
+        yield Finding(at, message, hint, "a directory", others=("algorithm.adv_type",))
+    if algorithm.adv_type == "zero" and algorithm.kl.placement == "reward":
+        message = "adv_type 'zero' reads no rewards, so a KL that is subtracted from them teaches nothing"
+        yield Finding("algorithm.kl.placement", message, "set it to loss", "loss", others=("algorithm.adv_type",))
+    if algorithm.teacher is not None and context.config.model.trainable == "lora":
+        message = "policies are written with merged adapters: a teacher shares no base weights with the policy"
+        hint = "set model.trainable=all, or leave the teacher out"
+        yield Finding("model.trainable", message, hint, "all, head", others=(key,))
+    if algorithm.teacher in (None, *context.made_before) or context.resuming:
+        return
+    for message, better in _no_policy(key, algorithm.teacher):
+        hint = "give a directory made by `embodrl train`, `sft` or `export`"
+        yield Finding(key, message, better or hint, "an existing directory, null")
+    card = read_card(Path(algorithm.teacher).expanduser())
+    chunk = None if card is None else card.get("num_action_chunks")
+    if chunk not in (None, context.config.model.num_action_chunks):
+        message = (
+            f"was trained with chunks of {chunk} actions, and the policy has {context.config.model.num_action_chunks}"
+        )
+        hint = f"set model.num_action_chunks={chunk}, or choose another teacher"
+        yield Finding(key, message, hint, others=("model.num_action_chunks",))
+
+
+def _no_policy(key: str, directory: str) -> Iterator[tuple[str, str]]:
+    """Yield a message if a directory holds no policy, with a hint if it is known where one is."""
+    if path_kind(f"{directory}/{CONFIG}") == "file":
+        return
+    found = path_kind(directory) == "directory"
+    hint = ""
+    if path_kind(f"{directory}/policy/{CONFIG}") == "file":
+        hint = f"write {key}={directory}/policy"
+    elif found and (Path(directory).parent.name == "checkpoints" or path_kind(f"{directory}/config.yaml")):
+        hint = f"write it to a directory first: embodrl export {directory} outputs/my-policy"
+    yield f"'{directory}' holds no policy" if found else f"no directory '{directory}'", hint
 
 
 @rule("model.random_weights", "model.model_path", "model.warm_start")

@@ -62,6 +62,10 @@ def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
     apart = {
         "algorithm.loss_type": (context.loss.off_policy or context.loss.offline, "learns from a store of its own"),
         "rollout.own_process": (bool(config.rollout.own_process), "acts in processes"),
+        "cluster.component_placement": (
+            context.gathers_in_processes and not config.rollout.own_process,
+            "places rollouts in processes",
+        ),
         "rollout.workflow": (config.rollout.workflow is not None, "plays episodes"),
         "rollout.backend": (config.rollout.backend != "native", "acts elsewhere"),
         "runner.max_staleness": (config.runner.max_staleness > 0, "plays ahead"),

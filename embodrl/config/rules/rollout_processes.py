@@ -84,9 +84,9 @@ def weights_get_there(context: Context) -> Iterator[Finding]:
 
 @note(KEY, "cluster")
 def rollouts_of_one_process(context: Context) -> Iterator[Finding]:
-    """Collection, evaluations on the way of imitation, and servers act in the main process."""
+    """Evaluations on the way of imitation, and servers, act in the main process."""
     found = context.deployment
-    if context.verb not in ("collect", "record", "sft", "serve") or found is None or not context.by_user(KEY):
+    if context.verb not in ("sft", "serve") or found is None or not context.by_user(KEY):
         return
     if (count := len(found.of("rollout"))) > 1 or found.of("rollout")[0].node:
         message = f"{count} rollout process(es) are placed, but this command acts only in the main process"

@@ -36,10 +36,11 @@ class SamplingConfig(Section):
 
 
 class KlConfig(Section):
-    """KL to the initial policy of the run."""
+    """KL to the reference policy: the initial one of the run, or ``algorithm.teacher``."""
 
     coef: NonNegativeFloat = Field(
-        default=0.0, description="weight; 0 for none; above 0 a copy of the initial weights is kept as the reference"
+        default=0.0,
+        description="weight; 0 for none; above 0 the initial weights, or the teacher's, are kept as the reference",
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
         default="k3",
@@ -132,6 +133,22 @@ class DecoupledConfig(Section):
     def needs_proximal(self) -> bool:
         """Whether stale chunks need log-probs under the weights at the start of their update."""
         return self.enabled and self.prox == "recompute"
+
+
+class CriticConfig(Section):
+    """Critic of on-policy losses."""
+
+    kind: Literal["head", "network"] = Field(
+        default="head",
+        description="head: an MLP on the policy's features (model.value_head); network: a small network of its own on"
+        " pictures (64 x 64), state and task, which shares nothing with the policy",
+    )
+    hidden_sizes: Annotated[tuple[PositiveInt, ...], AppliesIf("algorithm.critic.kind", ("network",))] = Field(
+        default=(256, 256), description="hidden units behind its encoder"
+    )
+    max_state_dim: Annotated[PositiveInt, AppliesIf("algorithm.critic.kind", ("network",))] = Field(
+        default=64, description="numbers of the state that it reads; shorter states are padded with zeros"
+    )
 
 
 class OffPolicyConfig(Section):
@@ -280,8 +297,14 @@ class AlgorithmConfig(Section):
         default=0.0, description="weight of the KL from the behaviour policy (CPGD's policy drift)"
     )
     kl: Annotated[KlConfig, AppliesIf("algorithm.kl.coef")] = Field(
-        default=KlConfig(), description="KL to the initial policy of the run"
+        default=KlConfig(), description="KL to the reference policy"
     )
+    teacher: Annotated[PathText | None, AppliesIf("algorithm.kl.coef")] = Field(
+        default=None,
+        description="directory of a policy of the same family and size that is the reference of algorithm.kl"
+        " (on-policy distillation); null: the initial policy of the run",
+    )
+    critic: Annotated[CriticConfig, CRITIC] = Field(default=CriticConfig(), description="critic")
     value_clip: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
         default=0.2, description="clip of the value change; null for none"
     )

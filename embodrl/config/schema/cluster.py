@@ -43,6 +43,9 @@ class NodeGroupConfig(Section):
 
     label: str = Field(description="name used by placements; `node` is reserved for whole machines")
     node_ranks: Ranks = Field(default="all", description="machines, e.g. 0-1 or 0,2")
+    hardware: HardwareConfig | None = Field(
+        default=None, description="what these machines have, with a name; null: cluster.hardware"
+    )
 
 
 class ClusterConfig(Section):
@@ -90,8 +93,8 @@ class ClusterConfig(Section):
         default=0.5,
         gt=0,
         lt=1,
-        description="training's share of the work, for devices that are divided: on one device,"
-        " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
+        description="training's share of the work, for devices that are divided; auto: as the first two iterations of"
+        " an earlier run with these settings measured it, until then 0.5",
     )
     heartbeat_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=20.0,

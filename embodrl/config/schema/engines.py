@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    EPISODES,
+    PLACED,
     POLICY,
     RL,
     ROLLOUTS,
@@ -19,7 +21,6 @@ from embodrl.config.schema.section import (
     PathText,
     PositiveFloat,
     PositiveInt,
-    ReadBy,
     Section,
 )
 from embodrl.specs import ENGINES
@@ -151,7 +152,7 @@ class RolloutConfig(Section):
     pipeline_stages: Annotated[PositiveInt, RL] = Field(
         default=1, description="groups of environments whose simulation and inference overlap"
     )
-    own_process: Annotated[bool | None, ROLLOUTS] = Field(
+    own_process: Annotated[bool | None, PLACED] = Field(
         default=None,
         description="run rollouts in separate processes with their own simulators; null: if there are several, or"
         " they are on other machines, or cluster.launcher is ray",
@@ -164,7 +165,7 @@ class RolloutConfig(Section):
     max_restarts: Annotated[
         int,
         AppliesIf("deployment.acts_in_processes", reason="the main process acts"),
-        ReadBy("train", "eval", "sft", "store"),
+        EPISODES,
     ] = Field(
         default=3,
         ge=0,

@@ -32,17 +32,24 @@ class LoraConfig(Section):
     )
 
 
+ON_FEATURES = AppliesIf("algorithm.critic.kind", ("head",))
+
+
 class ValueHeadConfig(Section):
     """MLP from hidden states to the value."""
 
-    input: Literal["auto", "prompt_end", "prompt_mean", "prefix", "suffix"] = Field(
+    input: Annotated[Literal["auto", "prompt_end", "prompt_mean", "prefix", "suffix"], ON_FEATURES] = Field(
         default="auto",
         description="prompt_end, prompt_mean: hidden state of the last prompt token, or the mean over images and"
         " prompt (OpenVLA); prefix, suffix: mean over images and prompt, or over the action expert's output (flow"
         " policies); auto: the family's default",
     )
-    detach: bool = Field(default=False, description="let the value loss train only the value head")
-    hidden_sizes: tuple[PositiveInt, ...] = Field(default=(512, 128), description="hidden units")
+    detach: Annotated[bool, ON_FEATURES] = Field(
+        default=False, description="let the value loss train only the value head"
+    )
+    hidden_sizes: Annotated[tuple[PositiveInt, ...], ON_FEATURES] = Field(
+        default=(512, 128), description="hidden units"
+    )
     output: Literal["chunk", "action"] = Field(default="chunk", description="one value per chunk, or one per action")
 
 

@@ -13,6 +13,7 @@ from embodrl.config.schema.section import (
     TRAINING,
     AppliesIf,
     Fraction,
+    GroupRanks,
     NonNegativeFloat,
     NonNegativeInt,
     PathText,
@@ -55,6 +56,11 @@ class PipelineConfig(Section):
     )
     fn: str | None = Field(
         default=None, description="custom module:function that maps the configuration to a Pipeline; null for none"
+    )
+    placement: dict[str, GroupRanks] = Field(
+        default={},
+        description="nodes that run in processes of their own, each on its share of the environments: the name of a"
+        " node with the role compute, reward or sink -> devices, as in cluster.component_placement",
     )
 
 
@@ -219,6 +225,22 @@ class SftConfig(Section):
         description="dataset made by `embodrl collect` or `convert`, or any LeRobot dataset; on the hub:"
         " hf://datasets/OWNER/NAME[@REVISION]",
     )
+    further_data: Annotated[tuple[PathText, ...], ReadBy("sft")] = Field(
+        default=(),
+        description="directories of further datasets with the same actions, state and cameras, mixed with that of"
+        " data_dir in every batch",
+    )
+    data_weights: Annotated[tuple[PositiveFloat, ...] | None, AppliesIf("sft.further_data"), ReadBy("sft")] = Field(
+        default=None,
+        description="weights of data_dir and of each of further_data, in this order: each frame of a batch is drawn"
+        " from a dataset with a probability proportional to its weight; null: the datasets' numbers of frames",
+    )
+    memory_gb: Annotated[PositiveFloat | None, ReadBy("sft")] = Field(
+        default=None,
+        description="maximum memory in GB for the images of all datasets, of mixed ones twice; images above it are"
+        " decoded to a file in output_dir while the run lasts, and read from there, with the same results; null: 70 %"
+        " of the free memory",
+    )
     cameras: Annotated[tuple[str, ...] | None, ReadBy("sft", "train")] = Field(
         default=None,
         description="cameras of a LeRobot dataset, in the order of env.cameras; null uses those with the same names",
@@ -251,11 +273,11 @@ class SftConfig(Section):
     )
     random_shift_px: NonNegativeInt = Field(default=0, description="maximum random shift of the image, in pixels")
     max_episodes: Annotated[PositiveInt | None, ReadBy("sft")] = Field(
-        default=None, description="use only the first episodes"
+        default=None, description="use only the first episodes of each dataset"
     )
     val_episodes: Annotated[NonNegativeInt, ReadBy("sft")] = Field(
         default=0,
-        description="held-out episodes at the end of the data: never trained on; sft/val_loss is the loss of frames"
+        description="held-out episodes at the end of data_dir: never trained on; sft/val_loss is the loss of frames"
         " spread evenly over them, four batches at most, at every logged step",
     )
     micro_batch_size: PositiveInt | None = Field(

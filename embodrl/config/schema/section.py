@@ -135,6 +135,8 @@ PROCESSES = ReadBy("train", "eval", "sft")
 """Separate processes that train or act."""
 ROLLOUTS = ReadBy("train", "eval")
 """How the episodes of rollouts and evaluations are played."""
+PLACED = ReadBy("train", "eval", "collect", "record")
+"""Where episodes are played."""
 EPISODES = ReadBy("train", "eval", "sft", "collect", "record", "store")
 """Running simulators."""
 POLICY = ReadBy("train", "eval", "sft", "record", "store", "serve")

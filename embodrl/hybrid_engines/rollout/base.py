@@ -19,6 +19,7 @@ from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy, check_decoding
 from embodrl.models.common.condition import condition_observation
+from embodrl.models.common.own_critic import own_critic
 from embodrl.types import MODES, ActMode, ChunkPrefix, Decoding, Observation, PolicyOutput, SamplingParams
 
 
@@ -191,7 +192,9 @@ class RolloutEngine(ABC):
 
         def compute(part: Observation) -> Tensor:
             with torch.no_grad(), autocast(self.precision, self.device):
-                return self.policy.predict_values(part).float().cpu()
+                critic = own_critic(self.policy)
+                values = self.policy.predict_values(part) if critic is None else critic(critic.inputs(part))
+                return values.float().cpu()
 
         tasks = [lambda part=part: compute(part) for part in self._parts(self._conditioned(observation))]
         # Weights must not change within a batch.

@@ -18,6 +18,7 @@ from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, Rollo
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.own_critic import own_critic
 from embodrl.names import import_object
 from embodrl.specs import ENGINES
 from embodrl.types import Observation, PolicyOutput
@@ -52,9 +53,10 @@ class NativeRolloutEngine(RolloutEngine):
     def _predict(self, request: ActRequest) -> PolicyOutput:
         def compute(part: Observation, generator: RandomSource) -> PolicyOutput:
             with torch.no_grad(), autocast(self.precision, self.device):
-                return self.policy.predict_action_batch(
-                    part, request.mode, self.sampling, generator, request.compute_values
-                )
+                critic = own_critic(self.policy)
+                by_policy = request.compute_values and critic is None
+                output = self.policy.predict_action_batch(part, request.mode, self.sampling, generator, by_policy)
+                return output if critic is None else critic.act(output, part, request.compute_values)
 
         # A batch with fewer rows than threads has fewer parts than there are generators.
         pairs = zip(self._parts(request.observation), request.generators, strict=False)

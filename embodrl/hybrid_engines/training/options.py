@@ -18,7 +18,7 @@ class EngineOptions:
         config: precision, optimizer, and batch sizes; all batch sizes are global except the per-process
             ``micro_batch_size``.
         total_iterations: length of the run, for the learning-rate schedule.
-        keep_reference: keep the initial trained weights; each process keeps its part.
+        keep_reference: keep the initial trained weights, which a teacher's may replace; each process keeps its part.
         may_be_stale: rollouts may come from older policies; every update then reports their age.
     """
 

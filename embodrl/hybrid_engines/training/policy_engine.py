@@ -27,6 +27,7 @@ from embodrl.hybrid_engines.training.sharding import held
 from embodrl.hybrid_engines.training.side_modules import SideModules
 from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.own_critic import own_critic
 from embodrl.names import import_object
 from embodrl.processes.liveness import report_work
 from embodrl.types import EvalOutput, SamplingParams
@@ -111,7 +112,12 @@ class PolicyTrainEngine(TrainEngine):
         """Return the result of ``VLAPolicy.evaluate_actions``."""
 
         def compute(policy: VLAPolicy) -> Outputs:
-            output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
+            critic = own_critic(policy)
+            if critic is None:
+                output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
+            else:
+                output = policy.evaluate_actions(forward_inputs, sampling, **wanted | {"compute_values": False})
+                output = critic.evaluate(output, forward_inputs, wanted.get("compute_values", True))
             return output.logprobs, output.entropy, output.values, output.errors
 
         logprobs, entropy, values, errors = self.run(compute)

@@ -9,6 +9,7 @@ from embodrl.config.rules.base import Context, path_kind, value_of
 from embodrl.config.schema import OffPolicyConfig
 from embodrl.learners.offline.settings import offline_settings
 from embodrl.rule_set import Finding, RuleSet
+from embodrl.specs import MODELS
 
 RULES = RuleSet()
 DATA = "algorithm.off_policy.demos"
@@ -26,7 +27,17 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("algorithm.decoupled.enabled", False, "has no ratios"),
     ("algorithm.recompute_logprobs", "auto", "has no ratios"),
 )
-READ = {"iql": ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n_step"), "recap": ("demos",)}
+TD3_BC_NEEDS = (
+    ("actor.training_backend", "native", "trains in one process"),
+    ("actor.precision", "fp32", "trains in float32"),
+    ("rollout.precision", "fp32", "acts in float32"),
+)
+CRITICS = ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n_step")
+READ = {
+    "iql": CRITICS,
+    "td3_bc": (*CRITICS, "subset", "policy_delay", "critic_warm_up", "shift_pixels"),
+    "recap": ("demos",),
+}
 """Settings of ``algorithm.off_policy`` that each loss reads."""
 
 
@@ -43,6 +54,23 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
         message = "offline algorithms evaluate in the main process"
         hint = "keep the default placement of rollout, and cluster.launcher=process"
         yield Finding("cluster.component_placement", message, hint, others=others)
+
+
+@RULES.rule("algorithm.loss_type", "model.model_type", "model.small_actor.kind", "actor", "rollout.precision")
+def td3_bc_has_an_actor(context: Context) -> Iterator[Finding]:
+    """TD3+BC maximises Q through the policy's own actions, in one process and float32."""
+    config, family = context.config, context.family
+    others = ("algorithm.loss_type",)
+    if config.algorithm.loss_type != "td3_bc":
+        return
+    if family is not None and (not family.off_policy or config.model.small_actor.kind is not None):
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.off_policy)
+        message = f"td3_bc needs actions that can be differentiated, which {family.name} does not have"
+        hint = "choose model=mlp or model=cnn, or algorithm=iql"
+        yield Finding("model.model_type", message, hint, able, others=others)
+    for key, wanted, reason in TD3_BC_NEEDS:
+        if value_of(config, key) != wanted:
+            yield Finding(key, f"td3_bc {reason}", f"set it to {wanted}", wanted, others=others)
 
 
 @RULES.rule("algorithm.loss_type", "reward.model")

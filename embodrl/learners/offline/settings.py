@@ -12,7 +12,7 @@ from embodrl.config.schema.section import AppliesIf, Fraction, NonNegativeFloat,
 
 
 class OfflineConfig(Section):
-    """IQL and RECAP: amount of training on the dataset, and weights or labels of its actions."""
+    """IQL, TD3+BC and RECAP: amount of training on the dataset, and weights or labels of its actions."""
 
     updates: PositiveInt = Field(default=500, description="optimizer steps per iteration")
     expectile: Annotated[float, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
@@ -27,13 +27,22 @@ class OfflineConfig(Section):
     max_weight: Annotated[PositiveFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
         default=100.0, description="maximum weight of an action"
     )
+    alpha: Annotated[PositiveFloat, AppliesIf("algorithm.loss_type", ("td3_bc",))] = Field(
+        default=2.5, description="TD3+BC: weight of the critic's value, relative to the distance to the data's actions"
+    )
+    policy_noise: Annotated[NonNegativeFloat, AppliesIf("algorithm.loss_type", ("td3_bc",))] = Field(
+        default=0.2, description="TD3+BC: standard deviation of the noise on the target actor's actions, of [-1, 1]"
+    )
+    noise_clip: Annotated[NonNegativeFloat, AppliesIf("algorithm.loss_type", ("td3_bc",))] = Field(
+        default=0.5, description="TD3+BC: bound of that noise"
+    )
     tag: Annotated[str, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
         default="recap", description="RECAP: tag of the labels that `embodrl label` wrote next to the data"
     )
     condition_dropout: Annotated[Fraction, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
         default=0.3, description="RECAP: fraction of the frames whose instruction omits the advantage"
     )
-    label_smoothing_bins: NonNegativeFloat = Field(
+    label_smoothing_bins: Annotated[NonNegativeFloat, AppliesIf("algorithm.loss_type", ("iql", "recap"))] = Field(
         default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
     )
 

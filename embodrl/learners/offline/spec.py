@@ -16,6 +16,16 @@ IQL = FunctionSpec(
     parts="embodrl.trainer.offline_parts:build",
     rules=(RULES,),
 )
+TD3_BC = FunctionSpec(
+    name="td3_bc",
+    target="embodrl.algorithms.offline:td3_bc",
+    description="a deterministic actor between its critics and the actions of a dataset (TD3+BC)",
+    offline=True,
+    settings=OfflineConfig,
+    section="offline",
+    parts="embodrl.trainer.offline_parts:build_td3_bc",
+    rules=(RULES,),
+)
 RECAP = FunctionSpec(
     name="recap",
     target="embodrl.algorithms.offline:advantage_indicator",

@@ -80,7 +80,7 @@ def fill_head(
         found = checkpoint.stored_shapes([path])
         wanted = {name: tuple(value.shape) for name, value in head.state_dict().items()}
         # A valid head of another shape was made with other settings; anything else is damage.
-        if found == wanted or not _is_mlp(found):
+        if found == wanted or not (_is_mlp(found) or _is_own_critic(found)):
             checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
             return head
         report.ignored[path.name] = mismatch
@@ -88,6 +88,11 @@ def fill_head(
     for name in head.state_dict():
         report.initialized[f"{role}.{name}"] = "not in the checkpoint"
     return head
+
+
+def _is_own_critic(shapes: dict[str, tuple[int, ...]]) -> bool:
+    """Return whether the names are those of a critic that is a network of its own (``own_critic.OwnCritic``)."""
+    return {"head"} <= {name.partition(".")[0] for name in shapes} <= {"encoder", "head"}
 
 
 def _is_mlp(shapes: dict[str, tuple[int, ...]]) -> bool:

@@ -162,7 +162,8 @@ def frozen_vision_was_trained(context: Context) -> Iterator[Finding]:
 def discrete_actions_have_no_gradient(context: Context) -> Iterator[Finding]:
     """Off-policy actors need actions that can be differentiated."""
     loss = context.loss
-    if context.model(GaussianModelConfig).gaussian.categorical and loss.off_policy and not loss.imitates:
+    differentiates = (loss.off_policy and not loss.imitates) or loss.name == "td3_bc"
+    if context.model(GaussianModelConfig).gaussian.categorical and differentiates:
         message = "off-policy learning differentiates actions, which discrete ones do not permit"
         hint = "choose algorithm=ppo_gaussian"
         yield Finding("model.gaussian.categorical", message, hint, "false", others=("algorithm.loss_type",))

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
     from embodrl.config.schema import Config
     from embodrl.deployment import ProcessPlace
+    from embodrl.preflight.run_memory import MemoryOf
     from embodrl.tools.plan.fit import Fit
-    from embodrl.tools.plan.memory import MemoryOf
     from embodrl.tools.plan.plan import Plan
 
 app = make_app()
@@ -99,6 +99,8 @@ def train(
             print(json.dumps({**plan.as_json(loaded.config), **added}, indent=2))
         else:
             say_if_random(loaded.config)
+            if loaded.share is not None and loaded.config.divides_devices:
+                print(loaded.share.line)
             show(plan, loaded.config)
             if fit:
                 _show_fit(found, changed(given, found.overrides if found else ()), config)
@@ -134,16 +136,17 @@ def show(plan: Plan, config: Config) -> None:
     """Print the plan as tables."""
     from rich.console import Console
 
+    from embodrl.tools.plan.plan import machine_kinds
+
     console = Console(highlight=False)
-    hardware = config.cluster.hardware
-    name = f"{hardware.name} (described)" if hardware.name else "this machine"
-    machine = plan.deployment.machines[0]
-    cores = sum(machine.num_cores.values())
-    gpus = len(machine.gpus)
-    console.print(
-        f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s),"
-        f" {gpus} GPU(s)"
-    )
+    kinds = machine_kinds(config, plan.deployment)
+    for kind in kinds:
+        cores = sum(kind.machine.num_cores.values())
+        where = f" ({ranges(kind.nodes)})" if len(kinds) > 1 else ""
+        console.print(
+            f"{kind.name}{' (described)' if kind.described else ''}: {len(kind.nodes)} node(s){where} with {cores}"
+            f" cores, {len(kind.machine.nodes)} NUMA node(s), {len(kind.machine.gpus)} GPU(s)"
+        )
     console.print(f"actor, rollout and env are {plan.deployment.mode}")
     for line in plan.deployment.reasons:
         console.print(f"  {line}", soft_wrap=True, markup=False)
@@ -240,8 +243,7 @@ def _without_repeats(memories: Sequence[MemoryOf]) -> list[tuple[MemoryOf, int]]
 def _show_memory(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    from embodrl.tools.plan.memory import ESTIMATED_BY, PHASES
-    from embodrl.tools.plan.plan import gib
+    from embodrl.preflight.run_memory import ESTIMATED_BY, PHASES, gib
 
     columns = _without_repeats(plan.memory.memories)
     parts = [part for part in ESTIMATED_BY if any(memory.needed.get(part) for memory, _ in columns)]
@@ -265,8 +267,6 @@ def _show_memory(plan: Plan, console: Console) -> None:
 
 
 def _show_verdict(plan: Plan, columns: Sequence[tuple[MemoryOf, int]], console: Console) -> None:
-    from embodrl.tools.plan.plan import gib
-
     if plan.memory.not_estimated:
         console.print(f"[bold red]not known whether it fits[/]: {plan.memory.not_estimated}", soft_wrap=True)
     if plan.memory.tiny:
@@ -274,12 +274,8 @@ def _show_verdict(plan: Plan, columns: Sequence[tuple[MemoryOf, int]], console: 
         console.print(f"note: tiny architecture ({plan.memory.num_parameters:,} parameters){size}", soft_wrap=True)
     for memory, count in columns:
         if not memory.fits:
-            alike = f" (and {count - 1} alike)" if count > 1 else ""
-            console.print(
-                f"[bold red]does not fit[/]: {memory.name}{alike} needs {gib(memory.total)} GiB, and nine tenths of"
-                f" {gib(memory.available)} GiB can be used",
-                soft_wrap=True,
-            )
+            alike = f"; {count - 1} more alike" if count > 1 else ""
+            console.print(f"[bold red]does not fit[/]: {memory.shortage}{alike}", soft_wrap=True)
     for line in plan.memory.hints:
         console.print(f"  hint: {line}", soft_wrap=True)
 

@@ -14,7 +14,7 @@ from functools import cache
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
-from embodrl.tools.plan.memory import HEADROOM
+from embodrl.preflight.run_memory import HEADROOM
 from embodrl.tools.plan.plan import Plan, make_plan, spread
 
 ADAPTERS = ("model.trainable=lora", "actor.param_dtype=bf16")

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.deployment import Deployment, ProcessPlace
-from embodrl.deployment.topology import GIB
-from embodrl.tools.plan.memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
+from embodrl.deployment import Deployment, ProcessPlace, Topology
+from embodrl.deployment.solver import hardware_by_node
+from embodrl.preflight.placement import weighed
+from embodrl.preflight.run_memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,23 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
+class MachineKind:
+    """Machines of one kind.
+
+    Attributes:
+        name: of the described hardware, or "this machine".
+        described: described, not read.
+        nodes: their numbers.
+        machine: what each of them has.
+    """
+
+    name: str
+    described: bool
+    nodes: tuple[int, ...]
+    machine: Topology
+
+
+@dataclass(frozen=True)
 class Plan:
     """A planned run.
 
@@ -62,11 +80,12 @@ class Plan:
         return not self.memory.not_estimated and all(memory.fits for memory in self.memory.memories)
 
     def as_json(self, config: Config) -> dict[str, object]:
-        hardware = config.cluster.hardware
+        kinds = machine_kinds(config, self.deployment)
         return {
-            "cluster": hardware.name or "this machine",
+            "cluster": ", ".join(kind.name for kind in kinds),
             "num_nodes": config.cluster.num_nodes,
-            "described": hardware.name is not None,
+            "described": all(kind.described for kind in kinds),
+            "machines": [{"name": kind.name, "nodes": list(kind.nodes)} for kind in kinds],
             "mode": self.deployment.mode,
             "placement_reasons": list(self.deployment.reasons),
             "processes": [_plain(place) for place in self.deployment.processes],
@@ -92,6 +111,7 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     Raises:
         EmbodrlError: the number of GPUs is unknown, or the model's files can't be read.
     """
+    loaded = weighed(loaded)
     config = loaded.config
     deployment = loaded.deployment
     obstacles = [f"{problem.key}: {problem.message}" for problem in loaded.obstacles]
@@ -100,6 +120,19 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     if added and not all(one.fits for one in memory.memories):
         memory = replace(memory, hints=[f"{' '.join(added)} uses the idle GPUs", *memory.hints])
     return Plan(deployment, batches(config, deployment), memory, obstacles, warnings(deployment))
+
+
+def machine_kinds(config: Config, deployment: Deployment) -> list[MachineKind]:
+    """Return the kinds of machines of a cluster, in the order of their first machines."""
+    described = hardware_by_node(config.cluster)
+    kinds: list[MachineKind] = []
+    for node, hardware in enumerate(described):
+        if hardware in described[:node]:
+            continue
+        alike = tuple(other for other, each in enumerate(described) if each == hardware)
+        name = hardware.name or "this machine"
+        kinds.append(MachineKind(name, hardware.name is not None, alike, deployment.machines[node]))
+    return kinds
 
 
 def spread(config: Config, deployment: Deployment) -> tuple[str, ...]:
@@ -206,8 +239,3 @@ def warnings(deployment: Deployment) -> list[str]:
         if far:
             lines.append(f"node {node}: {far} simulators feed a GPU of another NUMA node")
     return lines
-
-
-def gib(num_bytes: int) -> str:
-    """Return bytes in GiB."""
-    return f"{num_bytes / GIB:.2f}"

@@ -19,7 +19,7 @@ NODES = "embodrl.pipelines.nodes"
 def pipeline() -> Pipeline:
     """GRPO, as siiRL writes it."""
     kind, role = NodeType, NodeRole
-    made = Pipeline("grpo_training_pipeline")
+    made = Pipeline("grpo_training_pipeline", "GRPO: Group Relative Policy Optimization")
     made.add_node("rollout", func=f"{NODES}:rollout", deps=[], node_type=kind.MODEL_INFERENCE, node_role=role.ROLLOUT)
     made.add_node("reward", func=f"{NODES}:reward", deps=["rollout"], node_type=kind.COMPUTE, node_role=role.REWARD)
     advantage, train = f"{NODES}:advantage", f"{NODES}:train"
@@ -35,7 +35,20 @@ def test_a_pipeline_of_siirl_is_the_one_here() -> None:
 
 def test_nodes_without_a_counterpart_are_refused() -> None:
     with raises_code("pipeline-node-foreign", PipelineError, "MODEL_TRAIN", "CRITIC"):
-        pipeline().add_node("critic", f"{NODES}:train", ["advantage"], NodeType.MODEL_TRAIN, NodeRole.CRITIC)
+        pipeline().add_node(
+            "critic", f"{NODES}:train", ["advantage"], node_type=NodeType.MODEL_TRAIN, node_role=NodeRole.CRITIC
+        )
+
+
+def test_an_actor_that_only_computes_forward_does_not_train() -> None:
+    made = Pipeline("ppo").add_node(
+        "actor_old_log_prob",
+        f"{NODES}:proximal",
+        node_type=NodeType.MODEL_TRAIN,
+        node_role=NodeRole.ACTOR,
+        only_forward_compute=True,
+    )
+    assert made.roles == {"actor_old_log_prob": "proximal"}
 
 
 def test_a_batch_of_verl() -> None:
@@ -52,6 +65,12 @@ def test_a_batch_of_verl() -> None:
     batch.reorder([3, 2, 1, 0])
     assert batch.batch["obs"].tolist() == [3, 2, 1, 0] and list(batch.objects["task"]) == ["d", "c", "b", "a"]
     assert len(DataProto.concat([batch, batch])) == 8
+    selected = batch.select(batch_keys=["obs"], non_tensor_batch_keys=[])
+    assert selected.names() == ["obs"] and selected.meta_info == {"temperature": 1.0}
+    assert batch.select(meta_info_keys=[]).meta_info == {} and len(batch.select().names()) == 2
+    popped = batch.pop(batch_keys=["obs"], meta_info_keys=["temperature"])
+    assert popped.names() == ["obs"] and popped.meta_info == {"temperature": 1.0}
+    assert batch.names() == ["task"] and batch.meta_info == {}
 
 
 def test_unions_agree() -> None:
@@ -59,7 +78,7 @@ def test_unions_agree() -> None:
     right = DataProto.from_single_dict({"a": torch.ones(2), "b": torch.zeros(2)}, {"step": 2})
     both = left.union(right)
     assert both.names() == ["a", "b", "task"] and both.meta == {"seed": 1, "step": 2}
-    assert left.names() == ["a", "task"]
+    assert both is left  # as in verl, in place
     for other in (
         DataProto.from_dict({"a": torch.zeros(2)}),
         DataProto.from_dict({"c": torch.ones(2)}, None, {"seed": 3}),

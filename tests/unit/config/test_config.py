@@ -51,6 +51,8 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "lerobot": lerobot,
         "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
         "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
+        "td3_bc": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
+        "opd": [f"algorithm.teacher={tmp_path}"],
         "recap": ["env=toy", "model=mlp", "algorithm=recap", f"algorithm.off_policy.demos={tmp_path}"],
         "robot": ["model=mlp", "env.instruction=lift", *ONE_ROBOT, "actor.global_batch_size=200"],
         "robot_sim": ["model=mlp", *ONE_ROBOT, "actor.global_batch_size=100"],

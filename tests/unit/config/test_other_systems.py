@@ -221,3 +221,79 @@ def test_a_name_is_ordered_only_where_it_is_misspelt_and_takes_the_value(given: 
 def test_a_run_or_a_file_among_settings_is_answered_with_its_command(given: str, written: str) -> None:
     (problem,) = problems(given)
     assert written in problem.hint
+
+
+LINES = {
+    "verl": [
+        ("algorithm.adv_estimator=grpo", "algorithm.adv_type"),
+        ("data.train_batch_size=1024", "env.train.total_num_envs"),
+        ("data.max_response_length=1024", ""),
+        ("actor_rollout_ref.model.path=Qwen/Qwen3-8B", "model.model_path"),
+        ("actor_rollout_ref.model.use_remove_padding=True", ""),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=256", "actor.global_batch_size"),
+        ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl.placement"),
+        ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "actor.enable_offload"),
+        ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", ""),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ""),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=True", ""),
+        ("trainer.n_gpus_per_node=8", "cluster.placement"),
+        ("trainer.val_before_train=False", "runner.eval_at_start"),
+        ("reward_model.reward_manager=dapo", "reward.fn"),
+    ],
+    "AReaL": [
+        ("rollout.max_head_offpolicyness=2", "runner.max_staleness"),
+        ("rollout.max_concurrent_rollouts=256", "env.train.total_num_envs"),
+        ("actor.use_decoupled_loss=true", "algorithm.decoupled.enabled"),
+        ("actor.optimizer.beta1=0.9", "actor.optim.betas"),
+        ("actor.mb_spec.max_tokens_per_mb=10240", "actor.micro_batch_size"),
+        ("gconfig.n_samples=4", "algorithm.group_size"),
+        ("train_dataset.path=openai/gsm8k", ""),
+        ("sglang.mem_fraction_static=0.8", ""),
+        ("saver.freq_epochs=1", "runner.save_interval"),
+        ("recover.mode=disabled", ""),
+        ("allocation_mode=sglang:d4+fsdp:d4", "cluster.placement"),
+    ],
+    "Prime-RL": [
+        ("orchestrator.batch_size=128", "env.train.total_num_envs"),
+        ("orchestrator.group_size=16", "algorithm.group_size"),
+        ("orchestrator.max_off_policy_steps=8", "runner.max_staleness"),
+        ("deployment.num_train_gpus=2", "cluster.component_placement"),
+        ("deployment.num_infer_nodes=1", "cluster.num_nodes"),
+        ("inference.vllm.tensor_parallel_size=4", ""),
+        ("weight_broadcast.type=nccl", "rollout.weight_sync"),
+        ("trainer.model.cp=2", ""),
+        ("ckpt.interval=50", "runner.save_interval"),
+        ("max_steps=200", "runner.max_iterations"),
+    ],
+    "slime": [
+        ("rollout_batch_size=32", "env.train.total_num_envs"),
+        ("n_samples_per_prompt=8", "algorithm.group_size"),
+        ("advantage_estimator=grpo", "algorithm.adv_type"),
+        ("eps_clip=0.2", "algorithm.clip_ratio_low"),
+        ("colocate=true", "cluster.placement"),
+        ("pipeline_model_parallel_size=1", ""),
+        ("hidden_size=4096", ""),
+        ("ref_load=models/reference", "algorithm.teacher"),
+        ("num_rollout=3000", "runner.max_iterations"),
+    ],
+    "siiRL": [
+        ("actor_rollout_ref.embodied.env.num_envs=16", "env.train.total_num_envs"),
+        ("actor_rollout_ref.embodied.unnorm_key=libero_10_no_noops", "model.unnorm_key"),
+        ("algorithm.embodied_sampling.filter_accuracy=True", "algorithm.filter.enabled"),
+        ("actor_rollout_ref.actor.policy_drift_coeff=0.001", "algorithm.drift_coef"),
+        ("algorithm.workflow_type=DAPO", ""),
+        ("dag.custom_pipeline_fn=my_module:build", "pipeline.fn"),
+    ],
+}
+"""Lines of the systems' own examples, and the key here that answers them, "" where the hint says why there is none."""
+
+
+@pytest.mark.parametrize(("line", "ours"), [pair for lines in LINES.values() for pair in lines])
+def test_a_line_of_an_example_is_answered(line: str, ours: str) -> None:
+    (problem,) = problems(line)
+    assert (problem.code, problem.nearest) == ("config-unknown-key", ours)
+    assert problem.hint.startswith("write " if ours else ("remove it", "`embodrl", "each rollout"))
+
+
+def test_there_are_forty_lines() -> None:
+    assert sum(map(len, LINES.values())) >= 40

@@ -179,7 +179,7 @@ SITES = {
     "names.py": "actor.optim.fn reward.fn rollout.workflow pipeline.fn algorithm.off_policy.intervention_device",
     "tools/doctor/extras.py": "",
     "preflight/isolated.py": "",
-    "tools/plan/memory.py": "",
+    "preflight/run_memory.py": "",
     "preflight/simulators.py": "env.python",
     "preflight/vulkan.py": "",
     "processes/bootstrap.py": "",

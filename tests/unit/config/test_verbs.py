@@ -199,6 +199,13 @@ def test_a_workflow_that_an_evaluation_plays_needs_no_setting_of_rollouts() -> N
     assert loaded.config.env.train.auto_reset and not loaded.notes
 
 
-def test_collection_says_that_it_acts_in_one_process() -> None:
-    loaded = load_config(["env=toy", "env.num_processes=2", TWO], verb="collect")
-    assert [note.code for note in loaded.notes] == ["rollouts-of-one-process"]
+@pytest.mark.parametrize("verb", ["collect", "record"])
+def test_collections_may_act_in_processes_whatever_learns(verb: Verb) -> None:
+    loaded = load_config(["env=toy", "algorithm=sac", "model=mlp", "env.num_processes=2", TWO], verb=verb)
+    assert loaded.deployment.rolls_out_in_processes
+    assert "rollouts-of-one-process" not in {note.code for note in loaded.notes}
+
+
+def test_imitation_says_that_its_evaluations_act_in_one_process() -> None:
+    loaded = load_config(["env=toy", "env.num_processes=2", TWO], verb="sft")
+    assert "rollouts-of-one-process" in {note.code for note in loaded.notes}

@@ -473,7 +473,7 @@ def test_more_pictures_than_memory_are_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(parquet.Table, "_check_size", lambda *_: None)
     with raises_code("dataset-too-large") as refused:
         load_demos(tmp_path)
-    assert "take 0.0 GB of memory at 10 x 14" in refused.value.message
+    assert "at 10 x 14 take 0.0 GB of memory" in refused.value.message
 
 
 def png(value: int) -> bytes:

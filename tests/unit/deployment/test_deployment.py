@@ -121,7 +121,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(parts, "make_pool", pool)
     monkeypatch.setattr(parts, "make_rollout_engine", engine)
-    monkeypatch.setattr(acting_process, "make_evaluator", lambda *args, **kwargs: None)
+    monkeypatch.setattr(acting_process, "evaluator_class", lambda _: lambda *args, **kwargs: None)
     for name in ("make_sync_collector", "make_runners"):
         monkeypatch.setattr(rollout_process, name, lambda *args, **kwargs: [None])
     monkeypatch.setattr(remote.StateShapes, "of", lambda *args: None)

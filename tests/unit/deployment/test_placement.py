@@ -2,13 +2,14 @@ import pytest
 from expect import raises_code
 from sysfs_trees import build_laptop, build_server
 
-from embodrl.config import load_config
+from embodrl.config import LoadedConfig, load_config
+from embodrl.config.schema.cluster import HardwareConfig
 from embodrl.deployment.grammar import MACHINES, PlacementError, assign, make_pool, parse_ranks, split_group
 from embodrl.deployment.solver import describe_machine, solve
 from embodrl.deployment.topology import Machine, assign_cpus, read_topology
 from embodrl.errors import ConfigError
 
-EIGHT = make_pool(1, 8)
+EIGHT = make_pool((8,))
 
 
 def devices(processes):
@@ -50,17 +51,17 @@ def test_placements_that_can_not_be_had():
         assign("env", "0-3", EIGHT, num_processes=6)
     assert uneven.value.hint == "set env.num_processes to 4 or 8, or write all"
     with pytest.raises(PlacementError, match="several machines"):
-        assign("actor", "7-8:0", make_pool(2, 8))
+        assign("actor", "7-8:0", make_pool((8, 8)))
 
 
 def test_several_machines_and_groups():
-    two = make_pool(2, 4)
+    two = make_pool((4, 4))
     assert [(p.node, p.devices) for p in assign("actor", "3-4", two)] == [(0, (3,)), (1, (0,))]
-    group = make_pool(3, 4, nodes=(2,), label="fast")
+    group = make_pool((4, 4, 4), nodes=(2,), label="fast")
     assert [(p.node, p.devices) for p in assign("actor", "0-1", group)] == [(2, (0,)), (2, (1,))]
     with pytest.raises(PlacementError, match="node group 'fast' offers 4"):
         assign("actor", "4", group)
-    whole = make_pool(2, 4, label=MACHINES)
+    whole = make_pool((4, 4), label=MACHINES)
     assert [(p.node, p.devices) for p in assign("env", "0-1:0-3", whole, 4)] == [(0, ()), (0, ()), (1, ()), (1, ())]
     assert split_group("fast/0-1:0-3") == ("fast", "0-1:0-3") and split_group("0-3") == ("", "0-3")
 
@@ -266,3 +267,65 @@ def test_a_placement_is_given_or_chosen() -> None:
     assert [problem.code for problem in caught.value.problems] == ["there-is-one-placement"]
     notes = load_config([*AUTO, "cluster=8xh100", "cluster.training_share=0.3"], None, "plan").notes
     assert "setting-applies" in {note.code for note in notes}
+
+
+CARDS = "{label: cards, node_ranks: 1, hardware: {name: 4xl40, num_gpus: 4, gpu_memory_gib: 48, num_cores: 32}}"
+CORES = "{label: cores, node_ranks: 2-3, hardware: {name: cpu16, num_cores: 16, memory_gib: 64}}"
+UNLIKE = (
+    *("env=toy", "model=openvla", "cluster=8xh100", "cluster.num_nodes=4", "cluster.launcher=ray"),
+    *(f"cluster.node_groups=[{CARDS},{CORES}]", "actor=fsdp", "actor.micro_batch_size=5", "env.num_processes=4"),
+)
+
+
+def unlike(placement: str) -> LoadedConfig:
+    """Return the plan for a machine with 8 GPUs, one with 4, and two without."""
+    return load_config([*UNLIKE, f"cluster.component_placement={placement}"], verb="plan")
+
+
+def located(loaded: LoadedConfig, component: str) -> list[tuple[int, tuple[int, ...]]]:
+    return [(place.node, place.devices) for place in loaded.deployment.of(component)]
+
+
+def test_devices_of_machines_that_are_not_alike() -> None:
+    # Over the cluster, machine 0 has the ranks 0 to 7, machine 1 has 8 to 11, and the others have none.
+    loaded = unlike("{actor:0-7,rollout:8-11,env:8-11}")
+    assert located(loaded, "actor") == [(0, (gpu,)) for gpu in range(8)]
+    assert located(loaded, "rollout") == located(loaded, "env") == [(1, (gpu,)) for gpu in range(4)]
+    assert located(unlike("{actor:0-7,rollout:cards/0-3,env:cards/0-3}"), "rollout") == located(loaded, "rollout")
+    # A group without GPUs counts its machines; simulators are bound to the 16 cores there.
+    loaded = unlike("{actor:0-7,rollout:cores/0-1,env:cores/0-1}")
+    assert located(loaded, "rollout") == [(2, ()), (3, ())]
+    assert [(place.node, place.cpus) for place in loaded.deployment.of("env")] == [
+        *((2, (0,)), (2, (1,))),
+        *((3, (0,)), (3, (1,))),
+    ]
+    assert [len(machine.gpus) for machine in loaded.deployment.machines] == [8, 4, 0, 0]
+    assert [sum(machine.num_cores.values()) for machine in loaded.deployment.machines] == [112, 32, 16, 16]
+    assert loaded.deployment.machines[1].gpus[0].memory_bytes == 48 * 2**30
+    # Without GPUs there is none to hide.
+    assert [place.visible for place in loaded.deployment.of("rollout")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("placement", "says"),
+    [
+        ("{actor:0-7,rollout:cards/0-4,env:cards/0-4}", "needs 5 devices, and node group 'cards' offers 4"),
+        ("{actor:0-7,rollout:8-12,env:8-12}", "needs 13 devices, and the cluster offers 12"),
+        ("{actor:0-7,rollout:cores/2,env:cores/2}", "needs 3 devices, and node group 'cores' offers 2"),
+    ],
+)
+def test_a_device_that_a_machine_lacks_is_refused(placement: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        unlike(placement)
+
+
+def test_a_run_takes_the_described_hardware_of_other_machines_and_reads_its_own() -> None:
+    cluster = load_config(
+        [*UNLIKE, "cluster.component_placement={actor:0-7,rollout:cards/0-3,env:cards/0-3}"], verb="plan"
+    ).config.cluster
+    here = Machine(tuple("01234567"), 4, 0, read_topology(allowed={0, 1}))
+    alike = cluster.model_copy(update={"hardware": HardwareConfig()})
+    config = load_config(["env=toy"]).config.model_copy(update={"cluster": alike})
+    config = config.model_copy(update={"env": config.env.model_copy(update={"num_processes": 4})})
+    machines = solve(config, here).deployment.machines
+    assert machines[0] is here.topology and len(machines[1].gpus) == 4 and not machines[2].gpus

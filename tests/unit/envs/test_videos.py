@@ -89,8 +89,8 @@ def test_videos_and_data_sets_have_the_rate_of_control(tmp_path: Path, video_fps
     pytest.importorskip("imageio_ffmpeg")
     camera = {"name": "top", "height": 16, "width": 16}
     env = FastEnv(1, ["task"], [camera], EpisodeRules(max_episode_steps=4), max_chunk=4, video_fps=video_fps)
-    assert frame_rate_of_data(config(tmp_path).config, env.spec) == 80
-    assert frame_rate_of_data(config(tmp_path, "collect.fps=20").config, env.spec) == 20
+    assert frame_rate_of_data(config(tmp_path).config, env.spec.control_hz) == 80
+    assert frame_rate_of_data(config(tmp_path, "collect.fps=20").config, env.spec.control_hz) == 20
     env.reset(np.zeros(1, np.int64), np.zeros(1, np.int32), np.arange(1))
     env.start_video(0, str(tmp_path / "episode_000"))
     env.chunk_step(np.zeros((1, 4, 1), np.float32), np.ones(1, np.bool_))

@@ -401,5 +401,5 @@ def test_the_list_names_every_pipeline() -> None:
 
 def test_the_configuration_keeps_the_choice() -> None:
     loaded = load_config([*TOY, "pipeline=on_policy"])
-    assert json.loads(loaded.config.model_dump_json())["pipeline"] == {"name": "on_policy", "fn": None}
+    assert json.loads(loaded.config.model_dump_json())["pipeline"] == {"name": "on_policy", "fn": None, "placement": {}}
     assert loaded.choices["pipeline"] == "on_policy"

@@ -21,6 +21,7 @@ from embodrl.errors import EmbodrlError, NonFiniteError, PipelineError
 from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, GraphNode, Pipeline
 from embodrl.pipelines.outcomes import described
+from embodrl.pipelines.walk import Walk
 from embodrl.reporting.rows import is_measured
 
 CONTEXT = cast(PipelineContext, object())
@@ -30,9 +31,17 @@ def ends(context: Any, *outputs: Any) -> None:
     """The node that trains, where a test is about others."""
 
 
+def walked(graph: Graph, on_node: Callable[[GraphNode], None] = lambda _: None) -> dict[str, float | None]:
+    """Run every node, and return their metrics."""
+    with Walk(graph, CONTEXT, on_node) as walk:
+        while (node := walk.next()) is not None:
+            walk.end(node, *walk.begin(node).call())
+    return walk.metrics()
+
+
 def walk(pipeline: Pipeline, **options: Any) -> dict[str, float | None]:
     """Walk a pipeline, with the node that it needs at its end; metrics without times."""
-    metrics = pipeline.add_node("sync", ends, ("train",), "sync").build().run(CONTEXT, **options)
+    metrics = walked(pipeline.add_node("sync", ends, ("train",), "sync").build(), **options)
     return {name: value for name, value in metrics.items() if not is_measured(name)}
 
 
@@ -67,10 +76,10 @@ def test_every_node_gets_the_context_and_all_outputs_in_the_order_of_its_deps() 
 
 def test_metrics_are_collected_with_the_seconds_of_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([10.0, 10.5, 20.0, 24.0, 30.0, 31.0])
-    monkeypatch.setattr("embodrl.pipelines.graph.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("embodrl.pipelines.walk.time.perf_counter", lambda: next(ticks))
     pipeline = source(lambda: ("batch", {"a": 1.0, "b": None}))
     pipeline.add_node("train", lambda context, batch: (None, {"a": 2, "c": np.float32(0.5)}), ("rollout",), "train")
-    metrics = pipeline.add_node("sync", ends, ("train",), "sync").build().run(CONTEXT)
+    metrics = walked(pipeline.add_node("sync", ends, ("train",), "sync").build())
     times = {"time/rollout_s": 0.5, "time/train_s": 4.0, "time/sync_s": 1.0}
     assert metrics == {"a": 2, "b": None, "c": 0.5} | times
     assert type(metrics["c"]) is float
@@ -315,7 +324,7 @@ def test_nodes_that_exit_are_named() -> None:
     for node, call in ((leaves, "sys.exit(7)"), (gone, "os._exit(9)"), (raises, "GeneratorExit")):
         graph = Graph("exits", (GraphNode("mine", node, f"{__name__}:{node.__name__}", (), (), "sink", 0),))
         with raises_code("function-exit") as caught:
-            graph.run(cast(Any, None))
+            walked(graph)
         assert call in str(caught.value) and f"{__name__}:{node.__name__}" in str(caught.value)
         assert "in node 'mine'" in str(caught.value)
 
@@ -329,5 +338,5 @@ def test_nodes_that_exit_are_named() -> None:
     graph = Graph(
         "forks", (GraphNode("mine", lambda context: found.append(child(context)), "mine:child", (), (), "sink", 0),)
     )
-    graph.run(cast(Any, None))
+    walked(graph)
     assert found == [5]

@@ -58,6 +58,7 @@ WRONG = {
     ("tutorial.md", "env.motor_gian=3"): "config-unknown-key",
 }
 """Commands that show an error report: one of their words, and what is reported."""
+POLICIES = ("model.warm_start", "model.model_path", "algorithm.teacher")
 EXEMPT = {"my_module:MyWorkflow": "the reader's own module", "my_package:MyArm-v0": "the reader's own package"}
 EIGHT_GPUS = [
     *("cluster.hardware.name=documented", "cluster.hardware.num_gpus=8", "cluster.hardware.gpu_memory_gib=80"),
@@ -150,7 +151,9 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
         if key == "algorithm.off_policy.demos":
             (directory / value / "meta").mkdir(parents=True)
             (directory / value / "meta" / "advantages_recap.parquet").touch()
-        if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
+        if key in ("model.warm_start", "model.model_path", "algorithm.teacher") and value.startswith(
+            ("outputs/", "DIR")
+        ):
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")
             Path(value, "rl_token.json").touch()

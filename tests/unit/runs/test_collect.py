@@ -24,14 +24,15 @@ from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
 from embodrl.fields import Fields
 from embodrl.processes.frames import PeerGoneError
-from embodrl.reporting.progress import Progress
 from embodrl.specs import ENVS
 from embodrl.types import PolicyOutput
-from embodrl.workers.demonstrations import SHOWN, DemoCollector, Experts
+from embodrl.workers.collection import AttemptQueue, DemoCollector
+from embodrl.workers.demonstrations import SHOWN, Attempted, Experts, NumberedAttempts
 from embodrl.workers.env import make_single_pool
 from embodrl.workers.policy import RecordedPolicy
 
 NUM_ENVS, MAX_STEPS = 4, 21
+TASKS = ("reach-red",)
 
 
 def config(directory: Path, *overrides: str) -> Config:
@@ -57,12 +58,19 @@ class Toy(ToyVectorEnv):
         return super().expert_actions() * (self.episode_seed % 2 == 0)[:, None]
 
 
+class Thirds(ToyVectorEnv):
+    """Experts act in every third seed alone, the first of `embodrl collect` included."""
+
+    def expert_actions(self):
+        return super().expert_actions() * (self.episode_seed % 3 == 500_000 % 3)[:, None]
+
+
 class ToyPool(LocalPool):
     """Counts its chunks; restarts as often as needed."""
 
-    def __init__(self, make=Toy, tasks=("reach-red",), include_state=False):
+    def __init__(self, make=Toy, tasks=("reach-red",), include_state=False, num_envs=NUM_ENVS):
         settings = {"image_size": 8, "max_episode_steps": MAX_STEPS, "auto_reset": False}
-        kwargs = {"num_envs": NUM_ENVS, "tasks": tasks, "include_state": include_state, **settings}
+        kwargs = {"num_envs": num_envs, "tasks": tasks, "include_state": include_state, **settings}
         super().__init__(make, kwargs, max_restarts=1000)
         self.num_steps = 0
         self.start()
@@ -72,11 +80,24 @@ class ToyPool(LocalPool):
         super().step_async(actions, active)
 
 
+def run(settings: Config, pool: EnvPool, collector: DemoCollector, should_stop=lambda: False, engine=None) -> None:
+    attempts = NumberedAttempts(settings, pool, engine, collector.take, collector.add)
+    attempts.run(lambda: collector.finished or should_stop())
+
+
 def collect(settings: Config, pool: EnvPool, should_stop=lambda: False) -> DemoCollector:
-    collector = DemoCollector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
-    collector.run(Progress("collect", 1, "episodes", "off"))
+    collector = DemoCollector(settings, pool.spec.tasks, RawWriter(Path(settings.collect.output_dir)))
+    run(settings, pool, collector, should_stop)
     collector.close({})
     return collector
+
+
+def contents(directory: Path) -> tuple[list[dict], dict[str, bytes]]:
+    """The episodes' entries without their shards, and the frames of all shards."""
+    hidden = ("shard", "start")
+    entries = [{key: each for key, each in one.items() if key not in hidden} for one in index(directory)["episodes"]]
+    shards = [load_file(path) for path in sorted(directory.glob("*.safetensors"))]
+    return entries, {name: np.concatenate([shard[name] for shard in shards]).tobytes() for name in shards[0]}
 
 
 def index(directory: Path) -> dict:
@@ -89,10 +110,8 @@ def test_the_success_rate_is_that_of_the_expert_even_if_failures_are_kept(tmp_pa
     successes = [episode["success"] for episode in content["episodes"]]
     assert len(successes) == 12 and successes.count(False) > 0
     assert all(episode["success"] == (episode["seed"] % 2 == 0) for episode in content["episodes"])
-    # Those that ended beside the last one that was wanted were played, too.
-    tried, solved = int(collector.tried[0]), int(collector.solved[0])
-    assert tried >= 12 > solved >= successes.count(True)
-    assert content["meta"]["expert_success_rate"] == {"reach-red": solved / tried}
+    assert (int(collector.tried[0]), int(collector.solved[0])) == (12, 6)
+    assert content["meta"]["expert_success_rate"] == {"reach-red": 0.5}
     assert content["meta"]["stopped_early"] is False
 
 
@@ -102,11 +121,11 @@ def test_slow_demonstrators_move_by_a_part_of_the_expert_that_each_episode_draws
     expert = pool.expert_actions
     pool.expert_actions = lambda: drawn.append(expert()) or drawn[-1].copy()
     slow = ("collect.min_speed=0.2", "collect.max_speed=0.5", "collect.keep_failures=true", "collect.num_episodes=4")
-    experts = Experts(config(tmp_path, *slow).collect, pool, np.random.default_rng(0))
+    experts = Experts(config(tmp_path, *slow).collect, pool)
     every = np.arange(NUM_ENVS)
-    for _ in range(2):
-        observation = pool.reset(every, np.zeros(NUM_ENVS, np.int32), every)
-        experts.begin(every)
+    for first in (0, 100):
+        observation = pool.reset(first + every, np.zeros(NUM_ENVS, np.int32), every)
+        experts.begin(every, first + every)
         output = experts(observation, every >= 0, 0)
         speeds.append(experts.speed.copy())
         np.testing.assert_array_equal(output.actions[:, 0, :-1], drawn[-1][:, :-1] * experts.speed[:, None])
@@ -139,25 +158,28 @@ def test_what_is_committed_when_it_is_stopped_is_continued(tmp_path: Path) -> No
     directory, pool = tmp_path / "demos", ToyPool()
     settings = config(directory, "collect.num_episodes=12")
     writer = RawWriter(directory)
-    collector = DemoCollector(settings, pool, writer, lambda: pool.num_steps == 2 * MAX_STEPS)
-    collector.run(Progress("collect", 1, "episodes", "off"))
+    collector = DemoCollector(settings, pool.spec.tasks, writer)
+    run(settings, pool, collector, lambda: pool.num_steps == 2 * MAX_STEPS)
     kept = int(collector.kept.sum())
     collector.commit()
     writer.abort()
     assert 0 < kept < 12 and not directory.exists()
-    again = DemoCollector(settings, ToyPool(), RawWriter(directory, resume=True))
+    again = DemoCollector(settings, TASKS, RawWriter(directory, resume=True))
     assert int(again.kept.sum()) == kept
-    again.run(Progress("collect", 1, "episodes", "off"))
+    run(settings, ToyPool(), again)
     again.close({})
     assert len(index(directory)["episodes"]) == 12 and index(directory)["meta"]["stopped_early"] is False
+    collect(config(tmp_path / "at_once", "collect.num_episodes=12"), ToyPool())
+    assert contents(directory) == contents(tmp_path / "at_once")
 
 
 def interrupted(directory: Path, policy: RecordedPolicy | None = None, *overrides: str) -> RawWriter:
     """A collection that was committed and not completed; returns the writer that continues it."""
     pool, writer = ToyPool(), RawWriter(directory)
     settings = config(directory, "collect.num_episodes=12", *overrides)
-    collector = DemoCollector(settings, pool, writer, lambda: pool.num_steps == 2 * MAX_STEPS, policy)
-    collector.run(Progress("collect", 1, "episodes", "off"))
+    collector = DemoCollector(settings, pool.spec.tasks, writer, policy)
+    engine = None if policy is None else policy.policy
+    run(settings, pool, collector, lambda: pool.num_steps == 2 * MAX_STEPS, engine)
     collector.commit()
     writer.abort()
     return RawWriter(directory, resume=True)
@@ -180,7 +202,7 @@ def test_an_interrupted_collection_is_not_continued_with_other_settings(setting:
     writer = interrupted(tmp_path / "demos")
     key = setting.partition("=")[0]
     with raises_code("collect-other-settings", EmbodrlError, key):
-        DemoCollector(config(tmp_path / "demos", "collect.num_episodes=12", setting), ToyPool(), writer)
+        DemoCollector(config(tmp_path / "demos", "collect.num_episodes=12", setting), TASKS, writer)
 
 
 def test_who_acts_in_an_interrupted_collection_stays_the_same(tmp_path: Path) -> None:
@@ -191,14 +213,14 @@ def test_who_acts_in_an_interrupted_collection_stays_the_same(tmp_path: Path) ->
     kept = config(tmp_path / "policy", "collect.num_episodes=12", "collect.keep_failures=true")
     for collecting, writer, policy in ((settings, by_experts, one), (kept, by_policy, None), (kept, by_policy, other)):
         with raises_code("collect-other-settings", EmbodrlError, "policy"):
-            DemoCollector(collecting, ToyPool(), writer, policy=policy)
-    assert DemoCollector(kept, ToyPool(), by_policy, policy=one).kept.any()
+            DemoCollector(collecting, TASKS, writer, policy)
+    assert DemoCollector(kept, TASKS, by_policy, one).kept.any()
 
 
 def test_where_a_collection_runs_and_how_long_may_change(tmp_path: Path) -> None:
     writer = interrupted(tmp_path / "demos")
     changed = ("collect.num_episodes=20", "env.num_processes=2", "runner.logger.console=off", "env.step_timeout_s=9")
-    assert DemoCollector(config(tmp_path / "demos", *changed), ToyPool(), writer).kept.any()
+    assert DemoCollector(config(tmp_path / "demos", *changed), TASKS, writer).kept.any()
 
 
 def test_a_collection_of_an_earlier_version_is_compared_as_then(
@@ -211,10 +233,10 @@ def test_a_collection_of_an_earlier_version_is_compared_as_then(
     known = settings.collect.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
     progress["settings"] = {"env": "toy", "tasks": ["reach-red"], **known}
     writer.progress = Fields(progress, "commit")
-    assert DemoCollector(settings, ToyPool(), writer).kept.any()
+    assert DemoCollector(settings, TASKS, writer).kept.any()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     with raises_code("collect-other-settings", EmbodrlError, "collect.noise_std"):
-        DemoCollector(config(tmp_path / "demos", "collect.noise_std=0.5"), ToyPool(), writer)
+        DemoCollector(config(tmp_path / "demos", "collect.noise_std=0.5"), TASKS, writer)
 
 
 class Policy:
@@ -224,8 +246,8 @@ class Policy:
         self.asked: list[int] = []
         self.generators = []
 
-    def make_generators(self, seed):
-        return [tuple(seed)]
+    def row_generators(self, seeds):
+        return None
 
     def decide(self, observation, decoding, generators=None):
         self.asked.append(observation.batch_size)
@@ -236,15 +258,15 @@ class Policy:
         logprobs[:, :, 0] = -torch.tensor([chunk, chunk + 1])
         return PolicyOutput(actions, logprobs, None, {})
 
-    def act(self, observation, compute_values):
+    def act(self, observation, compute_values, generators=None):
         assert not compute_values
         return self.decide(observation, "greedy")
 
 
 def record(settings: Config) -> tuple[DemoCollector, Policy]:
     writer, engine = RawWriter(Path(settings.collect.output_dir)), Policy()
-    collector = DemoCollector(settings, ToyPool(), writer, policy=RecordedPolicy("a run", engine))  # pyright: ignore
-    collector.run(Progress("collect", 1, "episodes", "off"))
+    collector = DemoCollector(settings, TASKS, writer, RecordedPolicy("a run", engine))  # pyright: ignore
+    run(settings, ToyPool(), collector, engine=engine)
     collector.close({})
     return collector, engine
 
@@ -287,12 +309,28 @@ def losing() -> Callable[..., Toy]:
     return Losing
 
 
-def test_an_episode_lost_to_a_fault_is_neither_kept_nor_counted(tmp_path: Path) -> None:
-    collector = collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), ToyPool(losing()))
-    content = index(tmp_path)
-    first = config(tmp_path).collect.seed
-    assert min(episode["seed"] for episode in content["episodes"]) == first + NUM_ENVS
-    assert int(collector.tried[0]) <= collector.attempts - NUM_ENVS
+def test_attempts_that_are_lost_with_their_process_are_played_again(tmp_path: Path) -> None:
+    settings = ("collect.keep_failures=true", "collect.num_episodes=8")
+    collector = collect(config(tmp_path / "lost", *settings), ToyPool(losing()))
+    collect(config(tmp_path / "whole", *settings), ToyPool())
+    assert contents(tmp_path / "lost") == contents(tmp_path / "whole")
+    assert (int(collector.tried[0]), int(collector.lost[0])) == (8, 0)
+
+
+def test_attempts_whose_process_always_dies_are_given_up(tmp_path: Path) -> None:
+    class Deadly(Toy):
+        """Dies in episodes with the first seed."""
+
+        def chunk_step(self, actions, active):
+            if (active & (self.episode_seed == first)).any():
+                raise PeerGoneError
+            return super().chunk_step(actions, active)
+
+    settings = config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=2")
+    first = settings.collect.seed
+    collector = collect(settings, ToyPool(Deadly, num_envs=1))
+    assert int(collector.lost[0]) == 1
+    assert [episode["seed"] for episode in index(tmp_path)["episodes"]] == [first + 1, first + 2]
 
 
 class Breaking(Toy):
@@ -351,6 +389,41 @@ def test_an_expert_that_always_fails_is_refused(tmp_path: Path) -> None:
     settings = config(tmp_path, "collect.num_episodes=1000")
     with raises_code("expert-fails", EmbodrlError, "reach-red"):
         collect(settings, pool)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+def test_a_dataset_does_not_depend_on_how_many_attempts_run_at_once(num_envs: int, tmp_path: Path) -> None:
+    settings = ("collect.noise_fraction=0.5", "collect.noise_std=0.2", "collect.num_episodes=7")
+    tasks = ("reach-red", "reach-green")
+    found = {}
+    for size in (NUM_ENVS, num_envs):
+        chosen = config(tmp_path / str(size), *settings)
+        chosen = chosen.model_copy(update={"env": chosen.env.model_copy(update={"tasks": tasks})})
+        collector = collect(chosen, ToyPool(Thirds, tasks, num_envs=size))
+        found[size] = (*contents(tmp_path / str(size)), collector.tried.tolist(), collector.solved.tolist())
+    assert found[num_envs] == found[NUM_ENVS]
+    entries, first = found[NUM_ENVS][0], config(tmp_path).collect.seed
+    # Of each task the first attempts with every third seed, in the order of their numbers: 7 episodes over 2 tasks.
+    expected = [(3 * place, tasks[place % 2]) for place in range(7)]
+    assert [(one["seed"] - first, one["task"]) for one in entries] == expected
+
+
+def test_outcomes_are_put_back_in_order_and_numbers_without_a_use_are_passed_over() -> None:
+    queue, wanted = AttemptQueue(3, most=3), {0, 1}
+    assert queue.take(9, lambda number: number % 2 in wanted) == [3, 4, 5], "at most three are open"
+    assert queue.take(1, lambda number: True) == [] and queue.waits
+    queue.put(Attempted(4, True))
+    assert queue.pop(lambda number: True) is None, "the outcome of attempt 3 is not known"
+    queue.put(Attempted(3, None))
+    queue.put(Attempted(3, True))  # played again after a restart: the first outcome counts
+    assert queue.pop(lambda number: True) == Attempted(3, None)
+    assert queue.pop(lambda number: True) == Attempted(4, True)
+    assert queue.first == 5
+    # Odd numbers have enough episodes: attempt 5 is not waited for, and not handed out again.
+    assert queue.pop(lambda number: number % 2 == 0) is None and not queue.waits
+    assert queue.take(2, lambda number: number % 2 == 0) == [6, 8]
+    queue.put(Attempted(5, True))
+    assert queue.first == 6
 
 
 @pytest.mark.parametrize("include_state", [False, True])

@@ -20,8 +20,19 @@ from embodrl.config.schema import (
     SftConfig,
 )
 from embodrl.data.batch import Batch
-from embodrl.data.demos import Demos
-from embodrl.data.imitation import DatasetBatches, FrameBatches, check_demos, hold_out, shift_images
+from embodrl.data.demos import DemoEpisode, Demos
+from embodrl.data.imitation import (
+    DatasetBatches,
+    FrameBatches,
+    MixedBatches,
+    check_demos,
+    check_mixed_facts,
+    hold_out,
+    load_further_demos,
+    shift_images,
+)
+from embodrl.data.raw import RawWriter, load_raw
+from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
@@ -148,6 +159,108 @@ def test_a_stream_that_is_restored_continues_bit_exactly():
         assert found[1].equal(actions) and found[2].equal(inside)
 
 
+def mixed(weights: tuple[float, ...] | None, seed: int = 0, batch_size: int = 8) -> MixedBatches:
+    """Twelve frames, of which the first four are one dataset and the others another."""
+    settings = SftConfig(batch_size=batch_size, further_data=("other",), data_weights=weights)
+    return MixedBatches(demos(12), [4, 8], settings, 1, seed)
+
+
+@pytest.mark.parametrize(("weights", "share"), [((3.0, 1.0), 0.75), ((0.5, 0.5), 0.5), (None, 1 / 3)])
+def test_datasets_are_drawn_by_weight_and_each_is_shuffled_by_itself(weights, share):
+    stream = mixed(weights)
+    drawn = np.concatenate([stream.next()[1][:, 0, 0].numpy() for _ in range(300)]).astype(int)
+    first = drawn < 4
+    assert first.mean() == pytest.approx(share, abs=0.04)  # three standard deviations of 2400 draws: 0.03
+    for members, size in ((drawn[first], 4), (drawn[~first], 8)):
+        whole = members[: len(members) // size * size].reshape(-1, size)
+        assert (np.sort(whole, axis=1) == whole.min() + np.arange(size)).all(), "each frame once per epoch"
+    assert min(np.bincount(first.reshape(-1, 8).sum(axis=1), minlength=9)[3:6]) > 0, "mixed within batches"
+
+
+def test_a_mixture_that_is_restored_continues_bit_exactly():
+    stream = mixed((0.7, 0.3))
+    for _ in range(5):
+        stream.next()
+    saved = stream.state()
+    expected = [stream.next()[1] for _ in range(6)]
+    again = mixed((0.7, 0.3), seed=7)
+    again.load_state(*saved)
+    assert all(again.next()[1].equal(actions) for actions in expected)
+    assert not mixed((0.7, 0.3), seed=1).next()[1].equal(mixed((0.7, 0.3)).next()[1])
+
+
+def written(directory: Path, action_dim: int = 2, state_dim: int = 3, side: int = 8, cameras: int = 1) -> Path:
+    """A dataset of one episode of two frames."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 255, (2, cameras, side, side, 3)).astype(np.uint8)
+    state, actions = np.zeros((2, state_dim), np.float32), np.zeros((2, action_dim), np.float32)
+    with RawWriter(directory) as writer:
+        writer.add(DemoEpisode(images, state, actions, "do it", "task", 0, True))
+        writer.close({})
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [({"action_dim": 3}, "action dimensions: 3, not 2"), ({"state_dim": 1}, "state dimensions: 1, not 3"),
+     ({"cameras": 2}, "cameras: 2, not 1")],
+)  # fmt: skip
+def test_datasets_that_do_not_agree_are_not_mixed(other: dict[str, int], says: str, tmp_path: Path):
+    first, second = written(tmp_path / "first"), written(tmp_path / "second", **other)
+    chosen = config(action_dim=2, include_state=True).model_copy(
+        update={"sft": SftConfig(data_dir=str(first), further_data=(str(second),))}
+    )
+    with raises_code("sft-data-differ", EmbodrlError, says):
+        check_mixed_facts(chosen)
+    same = written(tmp_path / "same")
+    check_mixed_facts(chosen.model_copy(update={"sft": SftConfig(data_dir=str(first), further_data=(str(same),))}))
+
+
+def test_images_of_another_size_are_not_mixed(tmp_path: Path):
+    large = written(tmp_path / "large", side=16)
+    chosen = config(action_dim=2, include_state=True)
+    settings = SftConfig(data_dir=str(written(tmp_path / "first")), further_data=(str(large),), check_robot=False)
+    with raises_code("sft-data-differ", EmbodrlError, "images"):
+        load_further_demos(chosen.model_copy(update={"sft": settings}), load_raw(tmp_path / "first"))
+
+
+@pytest.mark.parametrize("memory_gb", [1e-9, 3e-6])
+def test_datasets_on_disk_give_the_batches_of_those_in_memory(memory_gb: float, tmp_path: Path):
+    """Two episodes of 384 bytes each, one of which is held out, and one of 384: 768, 384, then 768 and 384 joined."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    rng = np.random.default_rng(0)
+    for directory, count in ((first, 2), (second, 1)):
+        with RawWriter(directory) as writer:
+            for number in range(count):
+                images = rng.integers(0, 255, (2, 1, 8, 8, 3)).astype(np.uint8)
+                actions = rng.normal(size=(2, 2)).astype(np.float32)
+                writer.add(DemoEpisode(images, actions, actions, f"do {number}", "task", 0, True))
+            writer.close({})
+    settings = SftConfig(data_dir=str(first), further_data=(str(second),), val_episodes=1, batch_size=3)
+    settings = settings.model_copy(update={"data_weights": (1.0, 2.0), "random_shift_px": 1})
+    chosen = config(action_dim=2, include_state=True)
+    streams, held_out, lines = [], [], ([], [])
+    for limit, told in zip((None, memory_gb), lines, strict=True):
+        one = chosen.model_copy(update={"sft": settings.model_copy(update={"memory_gb": limit})})
+        joined, sizes, apart = verb.load_data(one, tmp_path, told.append)
+        assert sizes == [2, 2] and apart is not None
+        streams.append(MixedBatches(joined, sizes, one.sft, 2, 5, True))
+        held_out.append(apart)
+    assert not any("on disk" in line for line in lines[0])
+    assert sum("on disk" in line for line in lines[1]) == (4 if memory_gb == 1e-9 else 0)
+    for _ in range(8):
+        (seen, actions, inside), (found, others, mask) = (stream.next() for stream in streams)
+        np.testing.assert_array_equal(seen.images, found.images)
+        assert actions.equal(others) and inside.equal(mask) and seen.instruction == found.instruction
+    assert streams[0].demos.checksum == streams[1].demos.checksum and held_out[0].checksum == held_out[1].checksum
+
+
+def test_memory_of_images_is_a_setting_of_imitation():
+    assert load_config(["env=toy", "sft.memory_gb=2"], verb="sft").config.sft.memory_gb == 2
+    with raises_code("setting-of-another-verb", EmbodrlError, "sft.memory_gb"):
+        load_config(["env=toy", "sft.memory_gb=2"], verb="train")
+
+
 def test_a_stream_of_other_demonstrations_is_not_continued():
     saved = FrameBatches(demos(40), SftConfig(batch_size=3), 1, seed=0)
     saved.next()
@@ -224,9 +337,9 @@ def test_fine_tuning_that_fails_at_its_start_leaves_no_directory(tmp_path):
 def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_path, monkeypatch):
     policy = ToyPolicy()
     monkeypatch.setattr(ToyPolicy, "decodings", ("greedy",))
-    for name in ("read_facts", "check_range", "check_instructions"):
+    for name in ("check_mixed_facts", "check_range", "check_instructions"):
         monkeypatch.setattr(verb, name, lambda *_: None)
-    monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(8))
+    monkeypatch.setattr(verb, "load_checked_demos", lambda *_: demos(8))
     monkeypatch.setattr(verb, "policy_with_statistics", lambda config, *_: (config, policy))
     monkeypatch.setattr(imitation_parts, "start_engine", lambda *_: pytest.fail("it has started"))
     settings = [
@@ -333,7 +446,7 @@ def test_a_dataset_that_was_replaced_is_found_before_anything_is_built(monkeypat
     stream = DatasetBatches(demos(12), SftConfig(batch_size=3), 1, seed=0)
     state = Fields({"data_rng": stream.state()[0]}, "state.json")
     monkeypatch.setattr(verb, "prepare_imitation", lambda session: None)
-    monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(40))
+    monkeypatch.setattr(verb, "load_checked_demos", lambda *_: demos(40))
     monkeypatch.setattr(verb, "_bring_up", lambda *parts: pytest.fail("it was built"))
     session: Any = SimpleNamespace(config=config(), directory=tmp_path, checkpoint=SimpleNamespace(state=state))
     with raises_code("sft-other-demonstrations"):

@@ -105,8 +105,8 @@ REWARDING = {
 def test_every_key_has_a_case() -> None:
     keys = schema_keys(AlgorithmConfig)
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-    # Tests of their engines, and of branching (test_branch.py).
-    elsewhere = ("off_policy.", "offline.", "bc_coef", "dagger.", "nft.", "rlt.", "branch.")
+    # Tests of their engines, branching (test_branch.py), teachers (test_teacher.py) and critics (test_own_critic.py).
+    elsewhere = ("teacher", "critic.", "off_policy.", "offline.", "bc_coef", "dagger.", "nft.", "rlt.", "branch.")
     leaves = {key for key in leaves if not key.startswith(elsewhere)}
     assert leaves == {*TRAINING, *ROLLING_OUT, *REWARDING}
 

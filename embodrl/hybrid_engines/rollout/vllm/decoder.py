@@ -44,6 +44,23 @@ _ENVIRONMENT = {
 }
 
 
+@dataclass(frozen=True)
+class DecodeLimits:
+    """What a step of vLLM may process at once.
+
+    Attributes:
+        max_num_seqs: rows; further ones wait.
+        max_num_batched_tokens: tokens, at least those of a row; None for those of ``max_num_seqs`` rows.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+
+    def tokens(self, max_length: int) -> int:
+        """Return the tokens of a step at most, for rows of at most ``max_length``."""
+        return self.max_num_batched_tokens or self.max_num_seqs * max_length
+
+
 @dataclass
 class _Step:
     """Inputs and observed outputs of the current batch.
@@ -88,13 +105,14 @@ class VllmDecoder:
         model: provides the dimensions and the action-token ids.
         dtype: dtype of the copy: float32 or bfloat16.
         max_length: maximum tokens of a row, P + N.
-        max_num_seqs: rows decoded at once; the KV cache has room for them.
+        limits: rows and tokens processed at once; the KV cache has room for the rows.
         num_threads: threads of an operation on a CPU.
         can_sleep: prepare for ``sleep``; on a GPU only.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or not the build for this device.
-        EmbodrlError: the device does not support sleep, or vLLM cannot start, e.g. for lack of memory.
+        EmbodrlError: a row has more tokens than a step may have, the device does not support sleep, or vLLM cannot
+            start, e.g. for lack of memory.
     """
 
     def __init__(
@@ -103,7 +121,7 @@ class VllmDecoder:
         *,
         dtype: torch.dtype,
         max_length: int,
-        max_num_seqs: int,
+        limits: DecodeLimits,
         num_threads: int = 1,
         can_sleep: bool = False,
     ) -> None:
@@ -115,6 +133,13 @@ class VllmDecoder:
             raise EmbodrlError(
                 "vLLM has a sleep mode on CUDA GPUs only", "set rollout.enable_offload=false", code="vllm-start"
             )
+        if limits.tokens(max_length) < max_length:
+            raise EmbodrlError(
+                f"rollout.vllm.max_num_batched_tokens={limits.max_num_batched_tokens} is less than the {max_length}"
+                " tokens of a row, which are processed in one piece",
+                f"set it to {max_length} or more, or to null",
+                code="vllm-tokens",
+            )
         self._num_bins = model.config.n_action_bins
         self._hidden_size = model.config.llama.hidden_size
         self._step = _Step(model.config.first_action_id)
@@ -123,7 +148,7 @@ class VllmDecoder:
             # Removed at once, so that a killed run leaves nothing behind.
             with _side_effects_undone(), tempfile.TemporaryDirectory(prefix="embodrl-vllm-") as directory:
                 _write_config(model, Path(directory), dtype)
-                self.llm: Any = self._start(vllm, directory, model, max_length, max_num_seqs, can_sleep)
+                self.llm: Any = self._start(vllm, directory, model, max_length, limits, can_sleep)
         except (RuntimeError, ValueError) as error:
             raise EmbodrlError(
                 f"vLLM did not start: {error}",
@@ -141,7 +166,7 @@ class VllmDecoder:
         directory: str,
         model: OpenVLAModel,
         max_length: int,
-        max_num_seqs: int,
+        limits: DecodeLimits,
         can_sleep: bool,
     ) -> object:
         # vLLM's rendezvous would be a file, which a killed run leaves behind.
@@ -158,10 +183,11 @@ class VllmDecoder:
             enable_prefix_caching=False,
             dtype=str(self.dtype).removeprefix("torch."),
             max_model_len=max_length,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=limits.max_num_seqs,
             # Every prompt is processed in one piece.
-            max_num_batched_tokens=max_num_seqs * max_length,
-            kv_cache_memory_bytes=kv_cache_bytes(model, self.dtype, max_length, max_num_seqs),
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=limits.tokens(max_length),
+            kv_cache_memory_bytes=kv_cache_bytes(model, self.dtype, max_length, limits.max_num_seqs),
             # Compiling would need a C++ compiler on a CPU.
             enforce_eager=self.device.type == "cpu",
             logits_processors=[_processor_class(self._step)],

@@ -14,7 +14,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
 from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, RolloutParts
 from embodrl.hybrid_engines.rollout.native import max_batch_rows
-from embodrl.hybrid_engines.rollout.vllm.decoder import VllmDecoder
+from embodrl.hybrid_engines.rollout.vllm.decoder import DecodeLimits, VllmDecoder
 from embodrl.hybrid_engines.rollout.vllm.spec import VllmConfig
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
@@ -50,7 +50,7 @@ class VllmRolloutEngine(RolloutEngine):
 
     Args:
         policy, config, sampling, seed, num_threads, part: see RolloutEngine.
-        max_num_seqs: rows that vLLM decodes at once; further rows wait.
+        limits: rows and tokens that vLLM processes at once.
 
     Raises:
         EmbodrlError: the policy does not decode token by token.
@@ -65,7 +65,7 @@ class VllmRolloutEngine(RolloutEngine):
         seed: int,
         num_threads: int = 1,
         part: tuple[int, int] = (0, 1),
-        max_num_seqs: int = 64,
+        limits: DecodeLimits | None = None,
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
@@ -83,7 +83,7 @@ class VllmRolloutEngine(RolloutEngine):
             policy.model,
             dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
             max_length=longest,
-            max_num_seqs=max_num_seqs,
+            limits=limits or DecodeLimits(),
             num_threads=self.num_threads,
             can_sleep=self._sleeps,
         )
@@ -176,4 +176,5 @@ def language_weights(policy: OpenVLAPolicy) -> Iterator[tuple[str, Tensor]]:
 def make(parts: RolloutParts) -> VllmRolloutEngine:
     """Return the engine of a rollout."""
     settings = section_in(parts.config.rollout, "vllm", VllmConfig)
-    return VllmRolloutEngine(*parts.common, max_num_seqs=settings.max_num_seqs or max_batch_rows(parts.config))
+    rows = settings.max_num_seqs or max_batch_rows(parts.config)
+    return VllmRolloutEngine(*parts.common, DecodeLimits(rows, settings.max_num_batched_tokens))

@@ -26,6 +26,11 @@ class VllmConfig(Section):
         default=None,
         description="rows decoded at once, which sizes the KV cache; null: the largest batch of environments",
     )
+    max_num_batched_tokens: PositiveInt | None = Field(
+        default=None,
+        description="tokens that a step of vLLM processes at most, at least those of one row; bounds the memory of its"
+        " activations; null: those of max_num_seqs rows",
+    )
 
 
 @RULES.rule(BACKEND, machine_specific=True)

@@ -143,9 +143,11 @@ def test_the_factory_makes_what_the_configuration_names(policy, monkeypatch):
     assert isinstance(engine, vllm_engine.VllmRolloutEngine)
     # 4 patches, up to 48 prompt tokens, 14 action tokens
     assert engine.decoder.settings["max_length"] == 4 + policy.processor.max_prompt_tokens + 14
-    assert engine.decoder.settings["max_num_seqs"] == 8
+    assert engine.decoder.settings["limits"].max_num_seqs == 8
     config = load_config(["env=toy", "rollout=vllm", "rollout.vllm.max_num_seqs=3"]).config
-    assert make_rollout_engine(config, policy, 1).decoder.settings["max_num_seqs"] == 3
+    assert make_rollout_engine(config, policy, 1).decoder.settings["limits"].max_num_seqs == 3
+    config = load_config(["env=toy", "rollout=vllm", "rollout.vllm.max_num_batched_tokens=300"]).config
+    assert make_rollout_engine(config, policy, 1).decoder.settings["limits"].max_num_batched_tokens == 300
     assert isinstance(make_rollout_engine(load_config(["env=toy"]).config, policy, 1), NativeRolloutEngine)
 
 

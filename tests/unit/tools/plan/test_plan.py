@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from embodrl.cli.main import about, app
 from embodrl.config import load_config
 from embodrl.models.registry import build_policy
+from embodrl.preflight.rollout_memory import recorded_bytes
+from embodrl.preflight.run_memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
 from embodrl.tools.plan.cli import changed
 from embodrl.tools.plan.fit import find_fit
-from embodrl.tools.plan.memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
 from embodrl.tools.plan.plan import make_plan, per_device
-from embodrl.tools.plan.rollout_memory import recorded_bytes
 from embodrl.types import Observation, SamplingParams
 
 CLI = CliRunner()
@@ -334,3 +334,24 @@ def test_the_plan_of_the_readme_and_of_the_help_fits():
     code, plan = plan_json(*arguments[1:])
     assert code == 0 and plan["fits"] and plan["num_parameters"] > 7e9
     assert "fit_trains_adapters" in plan and not plan["fit_trains_adapters"]
+
+
+def test_machines_that_are_not_alike_are_shown_and_have_memory_of_their_own():
+    group = "{label: cards, node_ranks: 1, hardware: {name: 4xl40, num_gpus: 4, gpu_memory_gib: 48, memory_gib: 256}}"
+    arguments = (
+        *("env=toy", "model=openvla", "cluster=8xh100", "cluster.num_nodes=2", "cluster.launcher=ray", "actor=fsdp"),
+        *(f"cluster.node_groups=[{group}]", "actor.micro_batch_size=5", "env.num_processes=4"),
+        "cluster.component_placement={actor:0-7,rollout:cards/0-3,env:cards/0-3}",
+    )
+    result = CLI.invoke(app, ["plan", "train", *arguments])
+    assert result.exit_code == 0, result.output
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0].startswith("8xh100 (described): 1 node(s) (0) with") and lines[0].endswith("8 GPU(s)")
+    assert lines[1] == "4xl40 (described): 1 node(s) (1) with 2 cores, 1 NUMA node(s), 4 GPU(s)"
+    plan = plan_of(*arguments)
+    there = {(memory.node, memory.device): memory.available for memory in plan.memory.memories}
+    assert there[1, 0] == 48 * GIB and there[1, HOST] == 256 * GIB and there[0, 0] > 79 * GIB
+    assert json.loads(CLI.invoke(app, ["plan", "train", *arguments, "--json"]).stdout)["machines"] == [
+        {"name": "8xh100", "nodes": [0]},
+        {"name": "4xl40", "nodes": [1]},
+    ]

@@ -18,7 +18,7 @@ from embodrl.errors import WorkflowError
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import EvalResult, Evaluator
-from embodrl.workers.rollout_backend import make_evaluator
+from embodrl.workers.rollout_backend import evaluator_class
 from embodrl.workers.workflows.workflow import ChunkWorkflow, EpisodeTask, Trajectory
 
 CHUNK = 3
@@ -115,7 +115,7 @@ def pool() -> Iterator[EnvPool]:
 def evaluated(pool: EnvPool, workflow: type | None, engine: Wanderer | None = None, **options: Any) -> EvalResult:
     path = "null" if workflow is None else f"{workflow.__module__}:{workflow.__name__}"
     config = load_config([*SETTINGS, f"rollout.workflow={path}"], verb="eval").config
-    return make_evaluator(config, pool, engine or Wanderer(), **options).run()  # type: ignore[arg-type]
+    return evaluator_class(config)(config, pool, engine or Wanderer(), **options).run()  # type: ignore[arg-type]
 
 
 def test_the_built_in_workflow_evaluates_as_lockstep_does(pool: EnvPool) -> None:
@@ -163,4 +163,4 @@ def test_a_signal_ends_the_episodes_and_leaves_the_pool_usable(pool: EnvPool) ->
 
 def test_without_a_workflow_lockstep_evaluates(pool: EnvPool) -> None:
     config = load_config(SETTINGS, verb="eval").config
-    assert type(make_evaluator(config, pool, Wanderer())) is Evaluator  # type: ignore[arg-type]
+    assert type(evaluator_class(config)(config, pool, Wanderer())) is Evaluator  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from embodrl.config.schema import ModelConfig, model_settings
 from embodrl.errors import CheckpointError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.tools.plan.training_memory import estimate, estimate_training_memory, token_counts
+from embodrl.preflight.training_memory import estimate, estimate_training_memory, token_counts
 
 GB = 10**9
 

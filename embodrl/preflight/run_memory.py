@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -11,6 +12,7 @@ import torch
 
 from embodrl.config.schema import Config, model_settings
 from embodrl.deployment import Deployment, ProcessPlace
+from embodrl.deployment.solver import hardware_by_node
 from embodrl.deployment.topology import GIB
 from embodrl.hybrid_engines.figures import ModelFigures
 from embodrl.hybrid_engines.training.sharding import blocks_of
@@ -18,9 +20,9 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.names import import_object
 from embodrl.preflight.memory import memory_limit_bytes
+from embodrl.preflight.rollout_memory import kv_cache_bytes, recorded_bytes
+from embodrl.preflight.training_memory import estimate, token_counts
 from embodrl.specs import ENGINES, ENVS, MODELS
-from embodrl.tools.plan.rollout_memory import kv_cache_bytes, recorded_bytes
-from embodrl.tools.plan.training_memory import estimate, token_counts
 
 MIB = 1 << 20
 HOST = -1
@@ -95,9 +97,19 @@ class MemoryOf:
         return f"node {self.node} {'main memory' if self.device == HOST else f'GPU {self.device}'}"
 
     @property
+    def missing(self) -> int:
+        """Bytes that are missing for everything to fit with a tenth to spare; 0 if it fits, or the size is unknown."""
+        return max(0, math.ceil(self.total - HEADROOM * self.available)) if self.available else 0
+
+    @property
     def fits(self) -> bool:
         """Whether everything fits with a tenth to spare; True if the size is unknown."""
-        return not self.available or self.total <= HEADROOM * self.available
+        return not self.missing
+
+    @property
+    def shortage(self) -> str:
+        """What is needed and what there is, in words."""
+        return f"{self.name} needs {gib(self.total)} GiB, and nine tenths of {gib(self.available)} GiB can be used"
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,11 @@ class MemoryPlan:
     num_parameters: int = 0
     tiny: bool = False
     public_size: str = ""
+
+
+def gib(num_bytes: int) -> str:
+    """Return bytes in GiB."""
+    return f"{num_bytes / GIB:.2f}"
 
 
 def chunks_of(config: Config) -> int:
@@ -365,7 +382,7 @@ def _available(config: Config, deployment: Deployment, node: int, device: int) -
     if device != HOST:
         gpus = deployment.machines[node].gpus
         return gpus[device].memory_bytes if device < len(gpus) else 0
-    hardware = config.cluster.hardware
+    hardware = hardware_by_node(config.cluster)[node]
     return memory_limit_bytes() if hardware.name is None else int(hardware.memory_gib * GIB)
 
 
