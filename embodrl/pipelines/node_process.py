@@ -68,9 +68,11 @@ class NodeProcess(Worker):
     @dispatch(shares)
     def run_node(self, iteration: int, *inputs: object) -> tuple[object, Metrics]:
         """Return the node's value and metrics; what it draws follows from seed, iteration and rank."""
-        seed = np.random.SeedSequence([self.config.runner.seed, iteration, self.rank]).generate_state(1)[0]
-        for seeded in (random.seed, np.random.seed, torch.manual_seed):
-            seeded(int(seed))
+        seed = int(np.random.SeedSequence([self.config.runner.seed, iteration, self.rank]).generate_state(1)[0])
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
         context = NodeContext(self.config, iteration, self.rank, self.world_size)
         return outcome_of(self.fn(context, *inputs))
 
