@@ -211,11 +211,7 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     if not unknown:
         figures = model_figures(config, bool(actors[0].devices), len(rollouts))
         _add_model(config, deployment, figures, add)
-    for place in (*actors, *rollouts):
-        if place.component == "actor" or not _shares_weights(deployment, place):
-            add((place.node, HOST), "program", PYTHON_BYTES)
-    nodes = (place for name in config.pipeline.placement for place in deployment.of(node_component(name)))
-    for place in (*nodes, *deployment.simulator_hosts):
+    for place in _programs(config, deployment):
         add((place.node, HOST), "program", PYTHON_BYTES)
     if deployment.main_component is None:
         add((0, HOST), "program", PYTHON_BYTES)
@@ -239,6 +235,15 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     ]
     hints = [line for memory in memories if not memory.fits for line in remedies_of(config, memory, figures)]
     return _with_size(config, figures, MemoryPlan(memories, hints=list(dict.fromkeys(hints))))
+
+
+def _programs(config: Config, deployment: Deployment) -> Iterator[ProcessPlace]:
+    """Yield the places that have a Python with torch, besides a main process that only drives the others."""
+    yield from deployment.of("actor")
+    yield from (place for place in deployment.of("rollout") if not _shares_weights(deployment, place))
+    for name in config.pipeline.placement:
+        yield from deployment.of(node_component(name))
+    yield from deployment.simulator_hosts
 
 
 def _with_size(config: Config, figures: ModelFigures | None, plan: MemoryPlan) -> MemoryPlan:

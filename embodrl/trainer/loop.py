@@ -38,7 +38,7 @@ class Trainer:
     """Runs the iterations of a run.
 
     ``pending`` is the unwritten row of an iteration that lacks its evaluation; ``is_saved``: the last complete
-    iteration has a checkpoint.
+    iteration has a checkpoint; ``moved``: the run is saved, and continues on another placement.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class Trainer:
         self.iteration = 0
         self.pending: Row | None = learner.first_row() if schedule.evaluates_first else None
         self.is_saved = False
-        self._balancer = Balancer(session.loaded) if session.config.cluster.rebalance else None
+        self.moved: PlacementChangedError | None = None
+        moves = session.config.cluster.rebalance and session.config.moves_devices
+        self._balancer = Balancer(session.loaded) if moves else None
 
     @property
     def is_finished(self) -> bool:
@@ -73,7 +75,6 @@ class Trainer:
 
         Raises:
             EmbodrlError: an iteration failed, or an evaluation was a regression; the last complete state is saved.
-            PlacementChangedError: the run is saved, and continues on another placement.
         """
         self.saver.settings = settings
         self.stop.can_save(hint_from(self.session.directory, self.saver.newest))
@@ -82,7 +83,7 @@ class Trainer:
         with self._saved_on_error():
             try:
                 self._catch_up()
-                while not (self.is_finished or self.stop):
+                while not (self.is_finished or self.stop or self.moved):
                     self.session.lock.check()
                     start = time.perf_counter()
                     self.pending = self.learner.step(self.iteration)
@@ -153,14 +154,14 @@ class Trainer:
             self.journal.view.message(f"{text}; stopping after iteration {self.iteration}")
 
     def _move_if_faster(self) -> None:
-        """Save the run and leave its placement, if a faster one has been found and there is more to do."""
+        """Save the run and end its stay here, if a faster placement has been found and there is more to do."""
         found = self._balancer.take(self.journal.rows[-1]) if self._balancer is not None else None
         if found is None or self.is_finished or self.stop:
             return
         if not self.is_saved:
             self._save_in_turn()
         if self.is_saved:
-            raise PlacementChangedError(*found)
+            self.moved = PlacementChangedError(*found)
 
     def _undo(self) -> None:
         """Undo the iteration in progress; if that is interrupted late, finish it."""

@@ -10,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
-from embodrl.errors import ConfigError, EmbodrlError, OutputError, WorkerDied
+from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, OutputError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.processes.restarts import RestartBudget
 from embodrl.reporting.log import RunLog
@@ -37,7 +39,7 @@ class TrainersLostError(Exception):
 
 
 class PlacementChangedError(Exception):
-    """The run is saved, and continues on another placement: not an error, but it ends an attempt as one does."""
+    """The run is saved, and continues on another placement: it ends an attempt without a fault."""
 
     def __init__(self, loaded: LoadedConfig, reason: str) -> None:
         super().__init__(reason)
@@ -188,10 +190,15 @@ def run_with_restarts(
             is_restarted = True
         except PlacementChangedError as changed:
             loaded = changed.loaded
-            checkpoint, _ = CheckpointManager(directory, 1).latest_good()
+            lock.check()
+            checkpoint, problems = CheckpointManager(directory, 1).latest_good()
+            if problems:
+                why = f"the run does not continue elsewhere: its last checkpoint is damaged: {'; '.join(problems)}"
+                raise CheckpointError(why, resume_hint(directory), code="checkpoint-damaged") from changed
             message = f"all processes are started again, on another placement: {changed}"
         session = None
         gc.collect()  # objects held by the error's frames, e.g. a policy
+        torch.cuda.empty_cache()
         logger.warning("%s", message)
         old_settings = last_settings(directory)
 

@@ -16,6 +16,7 @@ from embodrl.config.training_share import ShareChoice
 from embodrl.deployment import Deployment, iteration_cost
 from embodrl.errors import OutputError
 from embodrl.preflight.placement import weighed
+from embodrl.preflight.run_memory import plan_memory
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.rows import is_number, number
 from embodrl.reporting.usage import Parallel
@@ -126,10 +127,12 @@ class Balancer:
     def __init__(self, loaded: LoadedConfig) -> None:
         self._loaded = loaded
         self._rows: list[Row] = []
+        self._is_warm = False  # the first iteration of the processes takes longer than others
 
     def take(self, row: Row) -> tuple[LoadedConfig, str] | None:
         """Return the run on a faster placement and what was measured, in words; None: it stays where it is."""
-        if not _is_timed(row):
+        if not _is_timed(row) or not self._is_warm:
+            self._is_warm = self._is_warm or _is_timed(row)
             return None
         self._rows.append(row)
         if len(self._rows) < self._loaded.config.cluster.rebalance:
@@ -142,6 +145,8 @@ class Balancer:
         after = iteration_cost(measured.share, *_sizes(other.deployment))
         is_worth_it = after < WORTH_MOVING * before and _are_apart(other.deployment)
         if not is_worth_it or other.check(other.config, other.solution).errors:
+            return None
+        if not all(memory.fits for memory in plan_memory(other.config, other.deployment).memories):
             return None
         return other, f"{measured}; {other.deployment.reasons[0]}: {after / before:.0%} of the time"
 

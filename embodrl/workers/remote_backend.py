@@ -37,7 +37,6 @@ from embodrl.workers.lockstep import Shard
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
 from embodrl.workers.rollout_process import Gathered, RolloutProcess
-from embodrl.workers.simulator_host import host_simulators
 from embodrl.workers.supervised import START_TIMEOUT_S, SupervisedProcesses, channels_of
 from embodrl.workers.weights import LocalSender, WeightChannel
 
@@ -102,6 +101,8 @@ def launch_rollouts(
     """
     variables: Mapping[str, str] = {}
     if deployment.simulator_hosts:
+        from embodrl.workers.simulator_host import host_simulators
+
         config, variables = host_simulators(config, deployment, launcher, log_dir, closing)
     group = WorkerGroup(
         process,

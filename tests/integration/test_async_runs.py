@@ -129,6 +129,7 @@ def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -
     assert rows[0]["rollout/resamples"] == rows[-1]["staleness/rejected_shards"] > 0
 
 
+@pytest.mark.long
 def test_the_first_run_measures_the_share_of_training(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,12 +151,14 @@ def test_the_first_run_measures_the_share_of_training(
     assert f"is {measured['training_share']:g}, as measured in {tmp_path}" in plan.stdout, plan.stderr
 
 
-def test_a_run_moves_to_another_placement_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_moves_to_another_placement_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_as_it_was: None
+) -> None:
     """Two rollout processes in place of one: as if devices had moved, of which this machine has none."""
     arguments = [*ASYNC, "runner.max_staleness=1", "rollout.own_process=true", "rollout.pipeline_stages=1"]
     arguments += ["cluster.placement=auto", "cluster.rebalance=2", f"runner.output_dir={tmp_path / 'run'}"]
     tiny = tmp_path / "tiny.yaml"
-    tiny.write_text(TINY)
+    tiny.write_text(TINY.replace("extensions: [stop_at]\n", ""))
     loaded = load_config(arguments, tiny, verb="train")
     places = {"actor": "0", "rollout": "0:0-1", "env": "0"}
     cluster = loaded.config.cluster.model_copy(update={"placement": "given", "component_placement": places})

@@ -127,7 +127,7 @@ def test_a_run_moves_to_a_faster_placement(config: Path, tmp_path: Path, machine
     done = embodrl(
         *("train", "--config", config, f"runner.output_dir={run_dir}", "runner.eval_interval=0"),
         *("cluster.launcher=ray", f"cluster.ray_address={machines(3).address}", "cluster.num_nodes=3"),
-        *("cluster.device=cpu", "actor=fsdp", "cluster.placement=auto", "cluster.training_share=0.99"),
+        *("cluster.device=cpu", "actor=fsdp", "cluster.placement=auto", "cluster.training_share=0.01"),
         *("cluster.rebalance=1", "runner.max_staleness=1", "algorithm.decoupled.enabled=true"),
     )
     assert done.code == 0, done.stderr

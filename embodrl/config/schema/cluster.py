@@ -101,8 +101,9 @@ class ClusterConfig(Section):
         NonNegativeInt, AppliesIf("moves_devices", reason="no rollouts run on devices of their own while training"), RL
     ] = Field(
         default=0,
-        description="every so many iterations, measure training_share again; if another division of the devices takes"
-        " less than 90 % of the time by it, save, start the processes there and continue; 0: never",
+        description="over every so many iterations, without the first of its processes, measure training_share again;"
+        " if another division of the devices fits and takes less than 90 % of the time by it, save, start the processes"
+        " there and continue; 0: never",
     )
     heartbeat_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=20.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,7 +147,7 @@ def start(loaded: LoadedConfig, directory: Path) -> FakeLauncher:
         actor.make_train_engine(config, deployment, POLICY, directory, launcher)
     if deployment.rolls_out_in_processes:
         channels = rollout_channels(launcher, len(deployment.of("rollout")))
-        launch_rollouts(config, deployment, launcher, channels, directory)
+        launch_rollouts(config, deployment, launcher, channels, directory, ExitStack())
     assert bool(launcher.workers) == (deployment.trains_in_processes or deployment.rolls_out_in_processes)
     return launcher
 

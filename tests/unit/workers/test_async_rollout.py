@@ -331,8 +331,8 @@ def test_a_run_continues_with_another_number_of_runners(started: Any) -> None:
     assert first.meta["env_steps"] == own + steps > own
     after.worker.update_weights([], 2)
     after.worker.gather(2)
-    draws = [after.worker.schedule.draw(number, 0)[0].tolist() for number in (2, 3, 4)]
-    assert after.began()[:3] == draws
+    draws = [after.worker.schedule.draw(number, 0)[0].tolist() for number in (2, 3)]
+    assert after.began() == draws
     del saved.state["settings"]["players"]  # a checkpoint of before
     after.worker.close()
     started(*settings).worker.load_state(RolloutState(saved.state, saved.tensors), 1)
