@@ -65,7 +65,7 @@ class Session:
 
     Each step is the one that the trainer takes: an iteration has the row, and the weights, of `embodrl train`'s.
     Simulators and processes run from ``with`` to its end. ``runner.output_dir`` holds their logs; rows, checkpoints,
-    evaluations on the way and the report are the script's.
+    evaluations on the way, moves between devices and the report are the script's.
 
     Args:
         config: as for ``embodrl.load_config``.

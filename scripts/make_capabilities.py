@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -31,6 +32,43 @@ with its [code](errors.md)); it was not run for this page: the tests run it, on 
 missing; where no command is given, the tests show it. *partly*: the last column says what is missing. *missing*: the
 command is refused, so that nothing is ignored in silence.
 """
+
+
+BEFORE = {
+    "Training, rollouts and simulators on GPUs of their own": "partly",
+    "GPU physics, one process on each GPU": "partly",
+    "Simulators on a machine without policy": "missing",
+    "Placement by name: colocated, disaggregated, hybrid": "missing",
+    "Automatic placement": "partly",
+    "Devices that move between training and rollouts within a run": "missing",
+    "Different hardware in one cluster": "missing",
+    "Requests of simulators as methods of a manager": "partly",
+    "Offload of GPU physics": "missing",
+    "Rollouts ahead of training with a bound on staleness": "partly",
+    "Asynchronous training with vLLM": "missing",
+    "Collectors that join and leave, over a store": "partly",
+    "Sharded training": "partly",
+    "SGLang": "missing",
+    "vLLM over several GPUs": "missing",
+    "Tokens of a step of vLLM": "missing",
+    "Prefix caching of vLLM": "missing",
+    "Megatron, tensor parallel": "partly",
+    "Megatron, pipeline, context and expert parallel": "missing",
+    "A custom graph of an iteration": "partly",
+    "The loop as a script of one's own": "missing",
+    "Saved rollouts, trained on again": "missing",
+    "A critic of its own": "missing",
+    "VAPO": "missing",
+    "On-policy distillation": "missing",
+    "TD3+BC": "missing",
+    "Evaluation in several processes": "missing",
+    "Evaluation by the workflow that trains": "missing",
+    "Use of GPUs, cores, memory and links in the metrics": "missing",
+    "Runs as jobs of Slurm": "partly",
+    "Slurm by Hydra's launcher": "missing",
+    "Names of other systems are answered": "partly",
+}
+"""State of rows in an audit of 28 November 2026; all others worked or were not tried."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +116,9 @@ SECTIONS: dict[str, list[Row]] = {
             "Simulators on a machine without policy",
             "RLinf",
             "plan train cluster=2x8xh100 cluster.launcher=ray actor=fsdp actor.micro_batch_size=20 env.num_processes=32"
-            " 'cluster.component_placement={actor:0-7,rollout:0-7,env:8-15}'",
-            remains="a rollout process drives simulators on its own machine",
+            " 'cluster.component_placement={actor:0-7,rollout:0-7,env:8-15}' env.video.enabled=false",
+            ("integration/test_ray_runs.py::test_simulators_on_a_machine_without_rollouts",),
+            "run on two nodes of Ray on one machine; no videos",
         ),
         Row(
             "Placement by name: colocated, disaggregated, hybrid",
@@ -102,8 +141,20 @@ SECTIONS: dict[str, list[Row]] = {
                 "unit/preflight/test_weighed_placement.py::test_the_weighed_placement_is_the_fastest_that_fits",
                 "integration/test_async_runs.py::test_the_first_run_measures_the_share_of_training",
             ),
-            "from settings, devices, memory and, once a run has measured it, the share of training; the choice holds"
-            " for the whole run",
+            "from settings, devices, memory and, once a run has measured it, the share of training",
+        ),
+        Row(
+            "Devices that move between training and rollouts within a run",
+            "RLinf",
+            "plan train cluster=8xh100 actor=fsdp actor.micro_batch_size=10 env.num_processes=30"
+            " env.train.total_num_envs=120 cluster.placement=auto runner.max_staleness=1"
+            " algorithm.decoupled.enabled=true cluster.rebalance=10",
+            (
+                "integration/test_async_runs.py::test_a_run_moves_to_another_placement_and_goes_on",
+                "integration/test_ray_runs.py::test_a_run_moves_to_a_faster_placement",
+                "unit/trainer/test_training_share.py::test_a_run_moves_where_a_measured_iteration_is_shorter",
+            ),
+            "asynchronous runs; by a checkpoint and new processes, which takes seconds, not within one",
         ),
         Row(
             "Different hardware in one cluster",
@@ -111,7 +162,7 @@ SECTIONS: dict[str, list[Row]] = {
             "plan train env=toy cluster=2x8xh100"
             " 'cluster.node_groups=[{label: cards, node_ranks: 1, hardware: {name: 4xl40, num_gpus: 4}}]'",
             ("unit/deployment/test_placement.py::test_devices_of_machines_that_are_not_alike",),
-            remains="no run was made on unlike machines; simulators without a policy beside them need env.remote",
+            remains="no run was made on unlike machines",
         ),
         Row(
             "Requests of simulators as methods of a manager",
@@ -269,6 +320,36 @@ SECTIONS: dict[str, list[Row]] = {
             remains="each rollout process holds a whole policy",
         ),
         Row(
+            "Tokens of a step of vLLM",
+            "siiRL",
+            "plan train rollout=vllm rollout.vllm.max_num_batched_tokens=4096",
+            ("vllm/test_vllm_engine.py::test_steps_of_few_tokens_choose_the_same",),
+        ),
+        Row(
+            "Prefix caching of vLLM",
+            "siiRL",
+            "plan train rollout=vllm rollout.vllm.enable_prefix_caching=true",
+            remains="every prompt begins with its own picture, so there is no prefix to share",
+        ),
+        Row(
+            "Megatron, tensor parallel",
+            "verl, AReaL",
+            "plan train actor=megatron \"cluster.component_placement={actor:'0:0-1',rollout:0,env:0}\"",
+            (
+                "unit/hybrid_engines/training/megatron_engine/test_megatron_training.py"
+                "::test_processes_of_a_run_train_as_one",
+                "unit/hybrid_engines/training/megatron_engine/test_megatron_training.py"
+                "::test_shards_of_a_run_are_read_by_every_backend",
+            ),
+            "OpenVLA alone, on CPUs",
+        ),
+        Row(
+            "Megatron, pipeline, context and expert parallel",
+            "verl",
+            "plan train actor=megatron actor.pipeline_model_parallel_size=2",
+            remains="no model here is so large, or has experts",
+        ),
+        Row(
             "A custom graph of an iteration",
             "siiRL",
             "train pipeline=on_policy",
@@ -375,6 +456,28 @@ SECTIONS: dict[str, list[Row]] = {
             "shares of time, without the utilisation of GPUs and links",
         ),
         Row(
+            "Runs as jobs of Slurm",
+            "verl, siiRL",
+            "",
+            ("unit/tools/sweep/test_sweep.py::test_slurm_gets_one_array_whose_jobs_start_or_continue_their_runs",),
+            "tried with a stand-in for Slurm; one run over several nodes by scripts/slurm_ray.sh, which was not run",
+        ),
+        Row(
+            "Slurm by Hydra's launcher",
+            "siiRL",
+            "train hydra/launcher=slurm",
+            remains="`embodrl sweep --backend slurm` writes the jobs",
+        ),
+        Row(
+            "Names of other systems are answered",
+            "",
+            "",
+            (
+                "unit/config/test_other_systems.py::test_a_line_of_an_example_is_answered",
+                "unit/config/test_other_systems.py::test_a_key_of_another_system_is_answered",
+            ),
+        ),
+        Row(
             "Recording a policy",
             "Hybrid",
             "",
@@ -410,23 +513,43 @@ def missing_tests() -> list[str]:
     ]
 
 
-def table(rows: list[Row]) -> list[str]:
-    """Return the rows of a section."""
-    lines = ["| capability | of | command | check | tests | state | what remains |", "|---|---|---|---|---|---|---|"]
+def state_of(row: Row, found: str) -> str:
+    """Return the state of a row, given what the check of its command says."""
+    return "missing" if found.startswith("refused") else "partly" if row.remains else "works"
+
+
+def table(rows: list[Row], states: dict[str, str]) -> list[str]:
+    """Return the rows of a section, and enter their states."""
+    head = ("capability", "of", "command", "check", "tests", "before", "now", "what remains")
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         found = outcome(row.command)
-        state = "missing" if found.startswith("refused") else "partly" if row.remains else "works"
+        states[row.name] = state_of(row, found)
         tests = "<br>".join(f"`{test}`" for test in row.tests)
         command = f"`embodrl {row.command}`" if row.command else ""
-        lines.append(f"| {row.name} | {row.systems} | {command} | {found} | {tests} | {state} | {row.remains} |")
+        cells = (row.name, row.systems, command, found, tests, BEFORE.get(row.name, ""), states[row.name], row.remains)
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def change(states: dict[str, str]) -> str:
+    """Return a table of the numbers of rows in each state in the audit, and now."""
+    lines = ["| | works | partly | missing |", "|---|---|---|---|"]
+    now = {name: states[name] for name in BEFORE if name in states}
+    for title, found in (("28 November 2026", {name: BEFORE[name] for name in now}), ("now", now)):
+        counted = Counter(found.values())
+        lines.append(f"| {title} | {counted['works']} | {counted['partly']} | {counted['missing']} |")
+    text = f"Of {len(now)} rows that an audit found partly there or missing on 28 November 2026 (`before`):"
+    return f"{text}\n\n" + "\n".join(lines) + "\n"
 
 
 def page() -> str:
     """Return the page."""
-    parts = [INTRODUCTION]
-    for title, rows in SECTIONS.items():
-        parts += [f"## {title}\n", "\n".join(table(rows)) + "\n"]
+    states: dict[str, str] = {}
+    tables = {title: "\n".join(table(rows, states)) for title, rows in SECTIONS.items()}
+    parts = [INTRODUCTION, change(states)]
+    for title, rows in tables.items():
+        parts += [f"## {title}\n", rows + "\n"]
     return "\n".join(parts)
 
 

@@ -81,12 +81,16 @@ class LoadedConfig:
         """Return a copy with the measured number of simulator processes in place of ``auto``."""
         assert self.processes is not None
         env = self.config.env.model_copy(update={"num_processes": number})
-        cluster = self.config.cluster
         share = None if self.share is None else self.share.with_processes(number)
+        loaded = self.with_config(self.config.model_copy(update={"env": env}))
         if share is not None:
-            cluster = cluster.model_copy(update={"training_share": share.training_share})
-        loaded = self.with_config(self.config.model_copy(update={"env": env, "cluster": cluster}))
+            loaded = loaded.with_training_share(share.training_share)
         return replace(loaded, share=share, processes=replace(self.processes, num_processes=number, measured=True))
+
+    def with_training_share(self, share: float) -> Self:
+        """Return a copy with another share of the work in training, and the placement that follows from it."""
+        cluster = self.config.cluster.model_copy(update={"training_share": share})
+        return self.with_config(self.config.model_copy(update={"cluster": cluster}))
 
     def with_absolute_paths(self) -> Self:
         """Return a copy with absolute paths to the files of the model and its teacher, valid from any directory."""

@@ -22,7 +22,7 @@ SECTIONS = ("actor", "algorithm", "cluster", "env", "model", "pipeline", "reward
 """Sections that determine how long training and rollouts take; of ``runner`` only the staleness does."""
 IGNORED_KEYS = {
     "env": ("eval", "video", "start_timeout_s", "reset_timeout_s", "step_timeout_s", "max_restarts"),
-    "cluster": ("training_share", "ray_address", "heartbeat_timeout_s", "stall_timeout_s"),
+    "cluster": ("training_share", "rebalance", "ray_address", "heartbeat_timeout_s", "stall_timeout_s"),
 }
 MODEL_FILES = ("model_path", "warm_start", "lora_path")
 

@@ -6,6 +6,7 @@ torch, and only types of the configuration, whose rules read a deployment.
 
 from __future__ import annotations
 
+from embodrl.deployment.automatic import iteration_cost
 from embodrl.deployment.grammar import COMPONENTS, PlacementError, ProcessPlace
 from embodrl.deployment.solver import Deployment, Solution, solutions, solve
 from embodrl.deployment.topology import Gpu, Machine, Topology, read_machine
@@ -19,6 +20,7 @@ __all__ = [
     "ProcessPlace",
     "Solution",
     "Topology",
+    "iteration_cost",
     "read_machine",
     "solutions",
     "solve",

@@ -118,12 +118,12 @@ def _divides(config: Config, have: str, count: int, acts: int) -> str:
 def _fastest_first(config: Config, sizes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the numbers of training and of rollout processes, the shortest iteration first."""
     share = config.cluster.training_share
+    return sorted(sizes, key=lambda pair: (iteration_cost(share, *pair), share / pair[0] + (1 - share) / pair[1]))
 
-    def duration(pair: tuple[int, int]) -> tuple[float, float]:
-        each = share / pair[0], (1 - share) / pair[1]
-        return max(each), sum(each)
 
-    return sorted(sizes, key=duration)
+def iteration_cost(share: float, actors: int, rollouts: int) -> float:
+    """Return how long an iteration takes with devices divided, relative to all work on one device."""
+    return max(share / actors, (1 - share) / rollouts)
 
 
 def _hybrid(config: Config, have: str, gpus_per_node: int) -> Choice:

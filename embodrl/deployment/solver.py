@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # configuration rules read deployments, so this package is be
 
 # Stands for an unknown number of GPUs, so that the rest of the placement can be checked.
 _MANY_GPUS = 100_000
+SIMULATORS = "simulators"
+"""Component of the servers that run simulators away from their rollout processes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,29 @@ class Deployment:
 
     def of(self, component: str) -> tuple[ProcessPlace, ...]:
         return tuple(process for process in self.processes if process.component == component)
+
+    def simulators_of(self, rollout: ProcessPlace) -> tuple[ProcessPlace, ...]:
+        """Return the simulators that a rollout process drives."""
+        envs = self.of("env")
+        size = len(envs) // len(self.of("rollout"))
+        return envs[rollout.rank * size : (rollout.rank + 1) * size]
+
+    @property
+    def simulator_hosts(self) -> tuple[ProcessPlace, ...]:
+        """Places of the servers that run simulators for rollout processes on other machines, one per set of devices."""
+        if not self.rolls_out_in_processes:
+            return ()
+        far = {
+            (env.node, env.devices): env
+            for rollout in self.of("rollout")
+            for env in self.simulators_of(rollout)
+            if env.node != rollout.node
+        }
+        ordered = [far[key] for key in sorted(far)]
+        return tuple(
+            ProcessPlace(SIMULATORS, rank, env.node, env.devices, visible=env.visible)
+            for rank, env in enumerate(ordered)
+        )
 
     @property
     def acts_in_processes(self) -> bool:

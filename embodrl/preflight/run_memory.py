@@ -12,7 +12,7 @@ import torch
 
 from embodrl.config.schema import Config, model_settings
 from embodrl.deployment import Deployment, ProcessPlace
-from embodrl.deployment.solver import hardware_by_node
+from embodrl.deployment.solver import hardware_by_node, node_component
 from embodrl.deployment.topology import GIB
 from embodrl.hybrid_engines.figures import ModelFigures
 from embodrl.hybrid_engines.training.sharding import blocks_of
@@ -62,7 +62,7 @@ ESTIMATED_BY = {
     " its tensors take",
     "evaluation": "runner.eval_async: program, weights, KV cache and simulators of the process that evaluates during"
     " training, as for the others",
-    "program": "measured once: Python with torch and transformers, 420 MiB per process of actor or rollout",
+    "program": "measured once: Python with torch and transformers, 420 MiB per process of actor, rollout or a node",
 }
 
 
@@ -211,9 +211,8 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     if not unknown:
         figures = model_figures(config, bool(actors[0].devices), len(rollouts))
         _add_model(config, deployment, figures, add)
-    for place in (*actors, *rollouts):
-        if place.component == "actor" or not _shares_weights(deployment, place):
-            add((place.node, HOST), "program", PYTHON_BYTES)
+    for place in _programs(config, deployment):
+        add((place.node, HOST), "program", PYTHON_BYTES)
     if deployment.main_component is None:
         add((0, HOST), "program", PYTHON_BYTES)
         add((0, HOST), "kept policy", 0 if figures is None else figures.plain)
@@ -236,6 +235,15 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     ]
     hints = [line for memory in memories if not memory.fits for line in remedies_of(config, memory, figures)]
     return _with_size(config, figures, MemoryPlan(memories, hints=list(dict.fromkeys(hints))))
+
+
+def _programs(config: Config, deployment: Deployment) -> Iterator[ProcessPlace]:
+    """Yield the places that have a Python with torch, besides a main process that only drives the others."""
+    yield from deployment.of("actor")
+    yield from (place for place in deployment.of("rollout") if not _shares_weights(deployment, place))
+    for name in config.pipeline.placement:
+        yield from deployment.of(node_component(name))
+    yield from deployment.simulator_hosts
 
 
 def _with_size(config: Config, figures: ModelFigures | None, plan: MemoryPlan) -> MemoryPlan:

@@ -116,6 +116,9 @@ def work(session: RunSession) -> TrainResult:
         with ExitStack() as closing:  # in reverse order, and all of them, whatever fails
             trainer, settings = _bring_up(session, console, device, closing)
             code = trainer.run(settings)
+        if trainer.moved is not None and not session.stop:
+            raise trainer.moved
+        code = code or session.stop.exit_code  # a signal may come while a run that moves closes
         session.lock.check()
         policy = trainer.learner.policy
         conclude(config, directory, policy, console, trainer.iteration, trainer.is_finished, trainer.is_saved)

@@ -139,6 +139,7 @@ class WorkerGroup:
         channels: Mapping[str, Channel] | None = None,
         log_dir: Path | None = None,
         timeout_s: float = START_TIMEOUT_S,
+        variables: Mapping[str, str] | None = None,
     ) -> Self:
         """Start the workers and wait for their constructors.
 
@@ -148,6 +149,7 @@ class WorkerGroup:
             channels: channels by name, made by that launcher.
             log_dir: directory of the workers' output; None keeps it for error messages only.
             timeout_s: time limit of the start, in seconds.
+            variables: further environment variables of the processes.
 
         Raises:
             WorkerError: a worker failed; none is left running.
@@ -177,6 +179,7 @@ class WorkerGroup:
                 channels or {},
                 log_dir,
                 self.independent,
+                variables or {},
             )
             for place in places
         ]

@@ -27,8 +27,9 @@ from embodrl.trainer.files import hint_from, unsaved_run_message
 from embodrl.trainer.journal import Journal
 from embodrl.trainer.saving import Saver, iteration_of, pending_row
 from embodrl.trainer.schedule import Schedule
-from embodrl.trainer.session import RunSession, lost_trainers
+from embodrl.trainer.session import PlacementChangedError, RunSession, lost_trainers
 from embodrl.trainer.stop import named_exit
+from embodrl.trainer.training_share import Balancer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Trainer:
     """Runs the iterations of a run.
 
     ``pending`` is the unwritten row of an iteration that lacks its evaluation; ``is_saved``: the last complete
-    iteration has a checkpoint.
+    iteration has a checkpoint; ``moved``: the run is saved, and continues on another placement.
     """
 
     def __init__(
@@ -59,6 +60,9 @@ class Trainer:
         self.iteration = 0
         self.pending: Row | None = learner.first_row() if schedule.evaluates_first else None
         self.is_saved = False
+        self.moved: PlacementChangedError | None = None
+        moves = session.config.cluster.rebalance and session.config.moves_devices
+        self._balancer = Balancer(session.loaded) if moves else None
 
     @property
     def is_finished(self) -> bool:
@@ -79,7 +83,7 @@ class Trainer:
         with self._saved_on_error():
             try:
                 self._catch_up()
-                while not (self.is_finished or self.stop):
+                while not (self.is_finished or self.stop or self.moved):
                     self.session.lock.check()
                     start = time.perf_counter()
                     self.pending = self.learner.step(self.iteration)
@@ -87,6 +91,7 @@ class Trainer:
                     self.is_saved = False
                     record(f"iteration {self.iteration}", start, time.perf_counter())
                     self._complete()
+                    self._move_if_faster()
             except (InterruptedError, SystemExit, KeyboardInterrupt) as error:
                 # Nothing was learned from the rollout, or from a reward that hangs; an evaluation is still pending.
                 if not isinstance(error, InterruptedError) and (self.learner.is_updating or not self.stop.late):
@@ -141,15 +146,22 @@ class Trainer:
         if is_due:
             self.evaluations.conclude(self.iteration, written, is_last, every_decoding)
         if self.is_finished or self.evaluations.regressed or self.schedule.is_saved(self.iteration):
-            self.journal.view.phase("saving")
-            self.learner.prepare_save()
-            self._save()
-            self.learner.release_after_save()
+            self._save_in_turn()
         if self.evaluations.regressed:
             raise self.evaluations.regressed
         if self.is_finished and not is_last:
             text = f"solved: evaluations reach a success rate of {self.session.config.runner.stop_at_success:g}"
             self.journal.view.message(f"{text}; stopping after iteration {self.iteration}")
+
+    def _move_if_faster(self) -> None:
+        """Save the run and end its stay here, if a faster placement has been found and there is more to do."""
+        found = self._balancer.take(self.journal.rows[-1]) if self._balancer is not None else None
+        if found is None or self.is_finished or self.stop:
+            return
+        if not self.is_saved:
+            self._save_in_turn()
+        if self.is_saved:
+            self.moved = PlacementChangedError(*found)
 
     def _undo(self) -> None:
         """Undo the iteration in progress; if that is interrupted late, finish it."""
@@ -168,6 +180,12 @@ class Trainer:
     def _take_late(self, wait: bool) -> None:
         if self.evaluations.take(self.iteration, wait):
             self.is_saved = False
+
+    def _save_in_turn(self) -> None:
+        self.journal.view.phase("saving")
+        self.learner.prepare_save()
+        self._save()
+        self.learner.release_after_save()
 
     def _save(self) -> None:
         content: dict[str, object] = {

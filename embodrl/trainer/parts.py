@@ -243,8 +243,7 @@ def acts_in_processes(
         sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
         where = "driver"
         sent_from = policy.device
-    group = launch_rollouts(session.weights_from, deployment, launcher, channels, log_dir)
-    closing.callback(group.close)
+    group = launch_rollouts(session.weights_from, deployment, launcher, channels, log_dir, closing)
     kind = choose_weight_sync(deployment, config.rollout.weight_sync)
     weights = WeightChannel(
         kind,

@@ -10,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
-from embodrl.errors import ConfigError, EmbodrlError, OutputError, WorkerDied
+from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, OutputError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.processes.restarts import RestartBudget
 from embodrl.reporting.log import RunLog
@@ -34,6 +36,14 @@ class TrainersLostError(Exception):
     def __init__(self, error: EmbodrlError) -> None:
         super().__init__(error.message)
         self.error = error
+
+
+class PlacementChangedError(Exception):
+    """The run is saved, and continues on another placement: it ends an attempt without a fault."""
+
+    def __init__(self, loaded: LoadedConfig, reason: str) -> None:
+        super().__init__(reason)
+        self.loaded = loaded
 
 
 def lost_trainers(engine: TrainEngine) -> bool:
@@ -150,7 +160,8 @@ def run_with_restarts(
     checkpoint: Checkpoint | None = None,
     old_settings: str | None = None,
 ) -> T:
-    """Work on a run, restarting from the newest checkpoint if training processes are lost (``actor.max_restarts``).
+    """Work on a run, again from the newest checkpoint if training processes are lost (``actor.max_restarts``), or if
+    its placement changes (``cluster.rebalance``).
 
     Args:
         loaded: loaded configuration.
@@ -175,11 +186,20 @@ def run_with_restarts(
         except TrainersLostError as lost:
             checkpoint = _next_start(lost.error, directory, lock, budget, is_restarted)
             where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
-            message = lost.error.message
+            message = f"restart {budget.used} of the training processes, {where}: {lost.error.message}"
+            is_restarted = True
+        except PlacementChangedError as changed:
+            loaded = changed.loaded
+            lock.check()
+            checkpoint, problems = CheckpointManager(directory, 1).latest_good()
+            if problems:
+                why = f"the run does not continue elsewhere: its last checkpoint is damaged: {'; '.join(problems)}"
+                raise CheckpointError(why, resume_hint(directory), code="checkpoint-damaged") from changed
+            message = f"all processes are started again, on another placement: {changed}"
         session = None
         gc.collect()  # objects held by the error's frames, e.g. a policy
-        logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
-        is_restarted = True
+        torch.cuda.empty_cache()
+        logger.warning("%s", message)
         old_settings = last_settings(directory)
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -367,13 +367,7 @@ class AsyncCollector:
             )
         before = state["settings"]
         now = shard_settings(self.config, len(self.runners))
-        if before.get(PLAYERS, now[PLAYERS]) != now[PLAYERS]:
-            raise CheckpointError(
-                f"the checkpoint holds rollouts of {before[PLAYERS]} runner(s), but this run has {now[PLAYERS]}",
-                "resume with as many rollout processes in cluster.component_placement as before or, if the main"
-                " process acts, with the same rollout.pipeline_stages",
-                code="checkpoint-other-settings",
-            )
+        players = int(before.get(PLAYERS, now[PLAYERS]))
         before, now = ({key: value for key, value in each.items() if key != PLAYERS} for each in (before, now))
         record = {"version": state.get("version"), "settings": before}
         if other := changes(record, now):
@@ -383,6 +377,9 @@ class AsyncCollector:
                 f"resume with {hint}" if hint else "resume with the settings that the run started with",
                 code="checkpoint-other-settings",
             )
+        if players != len(self.runners):
+            self._follow_others(state, players, version)
+            return
         with self._changed:
             self.gate.version = version
             self.gate.rejected = state["rejected"]
@@ -399,6 +396,25 @@ class AsyncCollector:
             self._shards.again = list(state["again"])
             self._shards.next = state["next_shard"]
             self._shards.env_steps_dropped = state["env_steps_dropped"]
+
+    def _follow_others(self, state: Mapping[str, Any], players: int, version: int) -> None:
+        """Continue after another number of runners, whose shards have other environments.
+
+        Those that no update has taken are rejected: their numbers are used up, and their steps count.
+        """
+        rollouts = -(-int(state["next_shard"]) // (players * self.config.algorithm.rollout_epoch))
+        steps = [int(entry["meta"]["env_steps"]) for entry in state["shards"].values()]
+        with self._changed:
+            self.gate.version = version
+            self._shards.next = rollouts * self.gate.batch_size
+            self.gate.rejected = self._shards.next - version * self.gate.batch_size
+            self._shards.env_steps_dropped = state["env_steps_dropped"] + sum(steps)
+        logger.warning(
+            "%d finished rollouts of %d runners are dropped, since this run has %d",
+            len(steps),
+            players,
+            len(self.runners),
+        )
 
 
 _EPISODES = (

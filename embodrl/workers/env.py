@@ -238,7 +238,7 @@ def make_pool(
     cpus = [None if slot is None else slot.cpu for slot in slots]
     numa_nodes = [None if slot is None else slot.numa_node for slot in slots]
     environs: list[Mapping[str, str]] = [{} for _ in slots]
-    if places is not None:
+    if places is not None and not env.remote:
         cpus = [next(iter(place.cpus), None) for place in places]
         numa_nodes = [place.numa_node for place in places]
         environs = [gpu_variables(place) for place in places]

@@ -69,7 +69,8 @@ def make_launcher(config: Config, deployment: Deployment, trains: bool) -> Launc
     if not (acts or trains):
         return None
     limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
-    places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
+    acting = (*deployment.of("rollout"), *deployment.simulator_hosts) if acts else ()
+    places = [*(deployment.of("actor") if trains else ()), *acting]
     simulators = Counter(place.node for place in deployment.of("env")) if acts else None
     launcher = cast("type[Launcher]", LAUNCHERS.get(config.cluster.launcher))
     return launcher.for_run(places, simulators, config.cluster, limits)
@@ -90,13 +91,19 @@ def launch_rollouts(
     launcher: Launcher,
     channels: Mapping[str, Channel],
     log_dir: Path,
+    closing: ExitStack,
     process: type[SimulatingProcess] = RolloutProcess,
 ) -> WorkerGroup:
-    """Start the rollout processes of a deployment, with their simulators.
+    """Start the rollout processes of a deployment, with their simulators; ``closing`` stops them.
 
     Raises:
         WorkerError: a process could not be started; the others have been stopped.
     """
+    variables: Mapping[str, str] = {}
+    if deployment.simulator_hosts:
+        from embodrl.workers.simulator_host import host_simulators
+
+        config, variables = host_simulators(config, deployment, launcher, log_dir, closing)
     group = WorkerGroup(
         process,
         "rollout",
@@ -106,7 +113,8 @@ def launch_rollouts(
         deployment=deployment,
         log_dir=str(log_dir.resolve()),
     )
-    return group.launch(deployment.of("rollout"), launcher, channels, log_dir, START_TIMEOUT_S)
+    closing.callback(group.close)
+    return group.launch(deployment.of("rollout"), launcher, channels, log_dir, START_TIMEOUT_S, variables)
 
 
 @dataclass(frozen=True)
@@ -157,8 +165,7 @@ class StartedProcesses:
         channels = rollout_channels(launcher, size)
         kind, capacity = reports
         own = {name: launcher.channel(name, capacity) for name in (f"{kind}_{rank}" for rank in range(size))}
-        group = launch_rollouts(config, deployment, launcher, channels | own, log_dir, process)
-        closing.callback(group.close)
+        group = launch_rollouts(config, deployment, launcher, channels | own, log_dir, closing, process)
         return cls(config, deployment, launcher, group, channels, list(own.values()))
 
     def with_policy(self, policy: VLAPolicy, sync_dir: Path, closing: ExitStack) -> RemoteProcesses:

@@ -140,7 +140,10 @@ def unclocked(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not (is_measured(name) or name.startswith("eval/"))}
 
 
-@pytest.mark.parametrize("places", [(), ("actor.own_process=true", "rollout.own_process=true")])
+APART = ("actor.own_process=true", "rollout.own_process=true")
+
+
+@pytest.mark.parametrize("places", [(), pytest.param(APART, marks=pytest.mark.long)])
 def test_a_session_takes_the_steps_of_the_trainer(tmp_path: Path, places: tuple[str, ...]) -> None:
     settings = ["runner.max_iterations=2", "algorithm.kl.coef=0.1", *places]
     trained = embodrl.train(tiny(), [*settings, f"runner.output_dir={tmp_path / 'run'}"])

@@ -1,5 +1,6 @@
 """Whole runs with rollouts beside training, through the command line, on the toy environment."""
 
+import itertools
 import json
 import random
 import signal
@@ -7,6 +8,11 @@ from pathlib import Path
 
 import pytest
 from runs import TINY, assert_gone, embodrl, metrics
+
+from embodrl.config import LoadedConfig, load_config
+from embodrl.reporting.metrics_file import Row
+from embodrl.runs.train import train
+from embodrl.trainer.training_share import Balancer
 
 pytestmark = pytest.mark.slow
 
@@ -123,6 +129,7 @@ def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -
     assert rows[0]["rollout/resamples"] == rows[-1]["staleness/rejected_shards"] > 0
 
 
+@pytest.mark.long
 def test_the_first_run_measures_the_share_of_training(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,3 +149,34 @@ def test_the_first_run_measures_the_share_of_training(
     assert f"cluster.training_share = {measured['training_share']:g}" in outcome.stdout
     plan = embodrl("plan", "train", *settings)
     assert f"is {measured['training_share']:g}, as measured in {tmp_path}" in plan.stdout, plan.stderr
+
+
+def test_a_run_moves_to_another_placement_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch_as_it_was: None
+) -> None:
+    """Two rollout processes in place of one: as if devices had moved, of which this machine has none."""
+    arguments = [*ASYNC, "runner.max_staleness=1", "rollout.own_process=true", "rollout.pipeline_stages=1"]
+    arguments += ["cluster.placement=auto", "cluster.rebalance=2", f"runner.output_dir={tmp_path / 'run'}"]
+    tiny = tmp_path / "tiny.yaml"
+    tiny.write_text(TINY.replace("extensions: [stop_at]\n", ""))
+    loaded = load_config(arguments, tiny, verb="train")
+    places = {"actor": "0", "rollout": "0:0-1", "env": "0"}
+    cluster = loaded.config.cluster.model_copy(update={"placement": "given", "component_placement": places})
+    other = loaded.with_config(loaded.config.model_copy(update={"cluster": cluster}))
+    assert [len(each.deployment.of("rollout")) for each in (loaded, other)] == [1, 2]
+
+    def take(_: Balancer, row: Row) -> tuple[LoadedConfig, str] | None:
+        return (other, "measured") if row["iteration"] == 2 else None
+
+    monkeypatch.setattr(Balancer, "take", take)
+    assert train(loaded).exit_code == 0
+    rows = metrics(tmp_path / "run")
+    assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
+    assert all(late["env_steps"] > early["env_steps"] for early, late in itertools.pairwise(rows))
+    states = {
+        int(path.name[5:]): json.loads((path / "state.json").read_text())["rollout"]["state"]
+        for path in (tmp_path / "run" / "checkpoints").glob("step_*")
+    }
+    assert [states[step]["settings"]["players"] for step in (2, 3, ITERATIONS)] == [1, 2, 2]
+    first, second = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert not first["changed"] and "cluster.placement" in second["changed"]

@@ -156,6 +156,7 @@ SIZES = [
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_from_outside_the_package(tmp_path: Path) -> None:
     outcome = small_vla(
         "collect",

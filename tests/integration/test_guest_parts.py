@@ -115,6 +115,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sft / "policy"
 
 
+@pytest.mark.long
 def test_their_small_actor_learns_on_a_frozen_policy(base: Path, tmp_path: Path) -> None:
     actor = ["algorithm=residual", "model.small_actor.kind=guest_actor", "model.guest_actor.limit=0.5"]
     actor += [f"model.warm_start={base}", "algorithm.off_policy.warm_up=10", "runner.max_iterations=1"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,32 @@ def plain(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
 
 
 @pytest.fixture
-def two_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    """A Ray with two raylets, whose workers get STOP_AT: a rollout process is killed in its second
-    rollout, and the simulators of each in the eleventh chunk that it plays."""
+def machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Any]]:
+    """Starts a Ray with so many raylets."""
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with contextlib.ExitStack() as closing:
+
+        def start(count: int) -> Any:
+            cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+            closing.callback(cluster.shutdown)
+            for _ in range(count - 1):
+                cluster.add_node(num_cpus=3)
+            cluster.wait_for_nodes()
+            return cluster
+
+        yield start
+
+
+@pytest.fixture
+def two_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machines: Callable[[int], Any]) -> Any:
+    """A Ray with two raylets, whose workers get STOP_AT: a rollout process is killed in its second
+    rollout, and the simulators of each in the eleventh chunk that it plays."""
     monkeypatch.setenv("STOP_AT", "act:6:SIGKILL:rank_1_once,act:11:SIGKILL:simulator")
     monkeypatch.setenv("STOP_AT_CHILDREN", str(tmp_path / "children"))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=3)
-        cluster.wait_for_nodes()
-        yield cluster
-    finally:
-        cluster.shutdown()
+    return machines(2)
 
 
 def test_on_one_machine(config: Path, plain: list[dict[str, object]], tmp_path: Path) -> None:
@@ -96,6 +107,33 @@ def test_on_two_machines_with_deaths(
         assert f"machine {machine} ({node.node_ip_address}) is Ray's node {node.node_id}" in log
     assert "2 rollout process(es), weights by collective" in log
     assert "restart 1 of 3 of a rollout process: rollout[1] has gone" in log
+
+
+def test_simulators_on_a_machine_without_rollouts(config: Path, tmp_path: Path, machines: Callable[[int], Any]) -> None:
+    one = ("cluster.num_threads=2", "env.video.enabled=false")
+    places = "cluster.component_placement={actor:0,rollout:0,env:1}"
+    beside, apart = tmp_path / "beside", tmp_path / "apart"
+    done = embodrl("train", "--config", config, f"runner.output_dir={beside}", *one)
+    assert done.code == 0, done.stderr
+    ray = ("cluster.launcher=ray", f"cluster.ray_address={machines(2).address}", "cluster.num_nodes=2", places)
+    done = embodrl("train", "--config", config, f"runner.output_dir={apart}", *ray, *one)
+    assert done.code == 0, done.stderr
+    assert metrics(apart) == metrics(beside)
+    assert (apart / "logs" / "simulators_0").is_dir()
+
+
+def test_a_run_moves_to_a_faster_placement(config: Path, tmp_path: Path, machines: Callable[[int], Any]) -> None:
+    run_dir = tmp_path / "run"
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={run_dir}", "runner.eval_interval=0"),
+        *("cluster.launcher=ray", f"cluster.ray_address={machines(3).address}", "cluster.num_nodes=3"),
+        *("cluster.device=cpu", "actor=fsdp", "cluster.placement=auto", "cluster.training_share=0.01"),
+        *("cluster.rebalance=1", "runner.max_staleness=1", "algorithm.decoupled.enabled=true"),
+    )
+    assert done.code == 0, done.stderr
+    log = (run_dir / "logs" / "embodrl.log").read_text()
+    assert "all processes are started again, on another placement" in log
+    assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3, 4]
 
 
 def without(row: dict[str, object]) -> dict[str, object]:

@@ -36,7 +36,7 @@ def assert_plausible(row: dict[str, float], components: set[str], links: set[str
     assert all(0 <= row[f"usage/idle_{each}"] <= 1 for each in ("env", "rollout", "actor"))
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
+@pytest.mark.parametrize("is_apart", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_every_row_has_the_use_of_each_component(
     is_apart: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

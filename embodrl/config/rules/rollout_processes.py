@@ -36,29 +36,38 @@ def several_rollouts_are_processes(context: Context) -> Iterator[Finding]:
 
 @rule(KEY, "cluster", "env.num_processes", "rollout.own_process", "actor.training_backend", "rollout.backend")
 def simulators_are_beside_their_rollout(context: Context) -> Iterator[Finding]:
-    """A rollout process drives simulators on its own machine."""
+    """Simulators are on the machine of their rollout process, or all of them on machines without rollouts."""
     deployment = context.deployment
     if deployment is None or not deployment.rolls_out_in_processes:
         return
     rollouts = deployment.of("rollout")
-    envs = deployment.of("env")
-    if len(envs) % len(rollouts):
+    if len(deployment.of("env")) % len(rollouts):
         return  # another rule reports it
-    size = len(envs) // len(rollouts)
+    far: Counter[tuple[int, int, int]] = Counter()
     for rollout in rollouts:
-        mine = envs[rollout.rank * size : (rollout.rank + 1) * size]
-        far = Counter(env.node for env in mine if env.node != rollout.node)
-        if far:
-            node, count = far.most_common(1)[0]
-            yield Finding(
-                KEY,
-                f"rollout process {rollout.rank} is on machine {rollout.node}, and {count} of its {size} simulator"
-                f" process(es) on machine {node}",
-                "place env like rollout, with equally many simulator processes per rollout process on each machine",
-                "simulators on the machine of their rollout process",
-                others=("env.num_processes",),
-            )
-            return
+        nodes = [env.node for env in deployment.simulators_of(rollout)]
+        far.update((rollout.rank, rollout.node, node) for node in nodes if node != rollout.node)
+    if not far:
+        return
+    config = context.config
+    if {place.node for place in deployment.of("env")} & {place.node for place in rollouts}:
+        (rank, machine, node), count = far.most_common(1)[0]
+        yield Finding(
+            KEY,
+            f"rollout process {rank} is on machine {machine}, and {count} of its simulator process(es) on machine"
+            f" {node}, and there are simulators on machines of rollout processes",
+            "place env like rollout, with equally many simulator processes per rollout process on each machine, or on"
+            " machines without rollouts",
+            "all simulators on the machines of their rollout processes, or none",
+            others=("env.num_processes",),
+        )
+        return
+    if config.env.video.enabled:
+        message = "is true, but simulators on machines without rollouts can't write videos into this run's directory"
+        yield Finding("env.video.enabled", message, "set it to false", "false", others=(KEY,))
+    if config.env.python not in (None, "auto"):
+        message = "is an interpreter of this machine, but the simulators run on machines without rollouts"
+        yield Finding("env.python", message, "leave it out, or set it to auto", "null, auto", others=(KEY,))
 
 
 @rule(SYNC, KEY, "cluster", "rollout.own_process", "env.num_processes", "actor.training_backend", "rollout.backend")

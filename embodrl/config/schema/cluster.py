@@ -9,6 +9,7 @@ from pydantic import Field
 from embodrl.config.schema.section import (
     EPISODES,
     PROCESSES,
+    RL,
     WORKERS,
     AppliesIf,
     GroupRanks,
@@ -95,6 +96,14 @@ class ClusterConfig(Section):
         lt=1,
         description="training's share of the work, for devices that are divided; auto: as the first two iterations of"
         " an earlier run with these settings measured it, until then 0.5",
+    )
+    rebalance: Annotated[
+        NonNegativeInt, AppliesIf("moves_devices", reason="no rollouts run on devices of their own while training"), RL
+    ] = Field(
+        default=0,
+        description="over every so many iterations, without the first of its processes, measure training_share again;"
+        " if another division of the devices fits and takes less than 90 % of the time by it, save, start the processes"
+        " there and continue; 0: never",
     )
     heartbeat_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=20.0,

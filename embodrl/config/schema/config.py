@@ -114,6 +114,11 @@ class Config(Section):
         return placement == "disaggregated" or (placement == "auto" and self.runner.max_staleness > 0)
 
     @property
+    def moves_devices(self) -> bool:
+        """Whether devices that ``cluster.placement`` divides may move between training and concurrent rollouts."""
+        return self.divides_devices and self.runner.max_staleness > 0
+
+    @property
     def evaluated(self) -> Config:
         """Configuration of evaluations, with the overrides in ``env.eval``; itself if there are none."""
         env = self.env.evaluated()

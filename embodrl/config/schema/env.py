@@ -241,10 +241,11 @@ class EnvConfig(Section):
         description="`embodrl env serve` on other machines, tcp://HOST:PORT, ..., which run the simulator processes"
         " in turn; their token is read from the environment variable EMBODRL_TOKEN. Empty: run the processes here",
     )
-    reconnect_timeout_s: Annotated[PositiveFloat, AppliesIf("env.remote")] = Field(
+    reconnect_timeout_s: PositiveFloat = Field(
         default=60.0,
         le=3600,
-        description="seconds that the connection to env.remote may be down before its simulator counts as dead",
+        description="seconds that the connection to env.remote, or to a machine without rollouts, may be down before"
+        " its simulator counts as dead",
     )
     start_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=180.0, description="time limit for starting a process, in seconds"

@@ -21,7 +21,7 @@ from embodrl.fields import Fields
 from embodrl.processes.ending import leave
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, describe_error
-from embodrl.serving.wire import TOKEN_VARIABLE
+from embodrl.serving.wire import HOSTS_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 _PAUSE_S = 0.5
 _CONNECT_S = 3.0
@@ -139,7 +139,8 @@ class Relay:
     def __init__(self, start: Fields) -> None:
         self._start = start
         self._ring: Ring | None = None
-        self._simulator = RemoteSimulator(start.fields("remote"), os.environ.get(TOKEN_VARIABLE))
+        token = os.environ.get(HOSTS_TOKEN_VARIABLE) or os.environ.get(TOKEN_VARIABLE)
+        self._simulator = RemoteSimulator(start.fields("remote"), token)
 
     def answer(self, frame: Frame) -> Frame:
         """Return the answer to a frame; EnvWorkerDied if the simulator is lost."""

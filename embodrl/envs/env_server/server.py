@@ -42,6 +42,8 @@ logger = logging.getLogger("embodrl.envs")
 MAX_RECONNECT_S = 3600.0
 _MAX_STRANGERS = 16  # unauthenticated connections
 _LOOK_S = 0.5
+Core = tuple[int | None, int | None]
+"""CPU and NUMA node; None for any."""
 
 
 class SimulatorSession:
@@ -51,15 +53,17 @@ class SimulatorSession:
         reconnect_s: seconds to wait for a run whose connection is cut.
         extensions: modules its process imports first.
         core: (cpu, NUMA node) to bind its process to.
+        runs_code: its arguments may name code.
     """
 
     def __init__(
-        self, reconnect_s: float, extensions: Sequence[str], core: tuple[int, int | None], log_dir: Path | None
+        self, reconnect_s: float, extensions: Sequence[str], core: Core, log_dir: Path | None, runs_code: bool = False
     ) -> None:
         self.reconnect_s = reconnect_s
         self._extensions = extensions
         self.core = core
         self._log_dir = log_dir
+        self._runs_code = runs_code
         self.is_ending = False
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -167,7 +171,8 @@ class SimulatorSession:
             message = f"this server has no environment '{name}'"
             hint = "start it with --extension MODULE, which registers the environment"
             raise EnvError(message, hint, code="env-remote-unknown")
-        if named := sorted(key for key, value in kwargs.items() if _names_code(key, value)):
+        named = sorted(key for key, value in kwargs.items() if _names_code(key, value))
+        if named and not self._runs_code:
             message = f"{', '.join(named)} would run client-supplied code here, or drive a robot without its limits"
             hint = "register the environment under its own name in a module, and pass the module to --extension"
             raise EnvError(message, hint, code="env-remote-code")
@@ -252,6 +257,8 @@ class TcpEnvServer:
         max_processes: maximum number of simulators at a time, including those being shut down.
         extensions: modules that register further environments, imported here and by the simulators.
         log_dir: directory for the simulators' output; None for none.
+        cores: (cpu, NUMA node) of the simulators; None for this machine's in turn.
+        runs_code: runs may name code in the arguments of an environment, which others may not.
 
     Raises:
         EnvError: the address is not available.
@@ -265,6 +272,8 @@ class TcpEnvServer:
         max_processes: int,
         extensions: Sequence[str] = (),
         log_dir: Path | None = None,
+        cores: Sequence[Core] | None = None,
+        runs_code: bool = False,
     ) -> None:
         try:
             self._listener = socket.create_server((host, port), family=_family(host))
@@ -281,7 +290,9 @@ class TcpEnvServer:
         self._ending: list[SimulatorSession] = []
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
-        self._cores = [(slot.cpu, slot.numa_node) for slot in assign_cpus(len(os.sched_getaffinity(0)))]
+        own = [(slot.cpu, slot.numa_node) for slot in assign_cpus(len(os.sched_getaffinity(0)))]
+        self._cores: Sequence[Core] = cores or own
+        self._runs_code = runs_code
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until ``stopped`` returns True."""
@@ -389,7 +400,7 @@ class TcpEnvServer:
             self._check_room()
             used = Counter(session.core for session in self._sessions.values())
             core = min(self._cores, key=lambda core: used[core])
-            self._sessions[name] = SimulatorSession(reconnect_s, self._extensions, core, self._log_dir)
+            self._sessions[name] = SimulatorSession(reconnect_s, self._extensions, core, self._log_dir, self._runs_code)
             return self._sessions[name]
 
     def _check_room(self) -> None:

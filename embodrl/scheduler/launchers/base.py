@@ -41,6 +41,7 @@ class Job:
         channels: channels by name, made by the same launcher.
         log_dir: directory of its output; None keeps it for error messages only.
         restarts: the worker can be replaced, since no other worker waits for it.
+        variables: further environment variables.
     """
 
     worker_class: type[Worker]
@@ -52,6 +53,7 @@ class Job:
     channels: Mapping[str, Channel] = field(default_factory=dict[str, Channel])
     log_dir: Path | None = None
     restarts: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def rank(self) -> int:

@@ -58,7 +58,7 @@ class _ProcessWorker(Running):
             module_command(MODULE),
             start,
             CODEC,
-            {"PYTHONPATH": search_path, **environment(job.place, job.world_size)},
+            {"PYTHONPATH": search_path, **environment(job.place, job.world_size), **job.variables},
             None if job.log_dir is None else job.log_dir / f"{job.group}_{job.rank}.log",
             [number for channel in shared.values() for number in channel.descriptors],
             WorkerTimeout,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -146,7 +147,7 @@ def start(loaded: LoadedConfig, directory: Path) -> FakeLauncher:
         actor.make_train_engine(config, deployment, POLICY, directory, launcher)
     if deployment.rolls_out_in_processes:
         channels = rollout_channels(launcher, len(deployment.of("rollout")))
-        launch_rollouts(config, deployment, launcher, channels, directory)
+        launch_rollouts(config, deployment, launcher, channels, directory, ExitStack())
     assert bool(launcher.workers) == (deployment.trains_in_processes or deployment.rolls_out_in_processes)
     return launcher
 
@@ -214,6 +215,21 @@ def test_a_process_on_the_processor_sees_no_gpu(server: None, workers: None, tmp
     loaded = load_config([PLACES + "{actor:0,rollout:node/0,env:node/0}", "rollout.own_process=true"])
     launcher = start(loaded, tmp_path)
     assert launcher.variables["rollout", 0]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_simulators_on_machines_without_rollouts_have_hosts_there() -> None:
+    placed = "{actor:0-7,rollout:0-7,env:8-15}"
+    more = ("cluster=2x8xh100", "cluster.launcher=ray", "actor=fsdp", "env.num_processes=16", "env.video.enabled=false")
+    sizes = ("env.train.total_num_envs=160", "actor.micro_batch_size=10")
+    deployment = load_config([PLACES + placed, *more, *sizes], verb="plan").deployment
+    hosts = deployment.simulator_hosts
+    assert [(host.rank, host.node, host.devices, host.visible) for host in hosts] == [
+        (rank, 1, (rank,), str(rank)) for rank in range(8)
+    ]
+    second = deployment.of("rollout")[1]
+    assert [env.rank for env in deployment.simulators_of(second)] == [2, 3]
+    beside = load_config([PLACES + "{actor:0-7,rollout:0-7,env:0-7}", *more, *sizes], verb="plan").deployment
+    assert beside.simulator_hosts == ()
 
 
 def test_simulators_render_on_the_gpus_that_they_are_placed_on(

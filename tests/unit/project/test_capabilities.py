@@ -39,6 +39,14 @@ def test_the_page_has_what_the_checks_say(capabilities: ModuleType, monkeypatch:
     assert "| accepted |" in page and "| refused: `config-unknown-key` |" in page
 
 
+def test_rows_of_the_audit_are_counted_before_and_now(capabilities: ModuleType) -> None:
+    names = {row.name for rows in capabilities.SECTIONS.values() for row in rows}
+    assert capabilities.BEFORE.keys() <= names
+    states = {"SGLang": "missing", "VAPO": "works", "Sharded training": "partly", "Sweeps": "works"}
+    lines = capabilities.change(states).splitlines()
+    assert lines[-2:] == ["| 28 November 2026 | 0 | 1 | 2 |", "| now | 1 | 1 | 1 |"]
+
+
 def test_every_capability_has_something_to_show_or_says_what_is_missing(capabilities: ModuleType) -> None:
     for rows in capabilities.SECTIONS.values():
         for row in rows:

@@ -11,7 +11,7 @@ from embodrl.config import LoadedConfig, load_config
 from embodrl.config import training_share as shares
 from embodrl.config.load import load_run
 from embodrl.reporting.metrics_file import Row
-from embodrl.trainer.training_share import ShareMeter, share_meter, share_of
+from embodrl.trainer.training_share import Balancer, ShareMeter, share_meter, share_of
 
 DIVIDED = (
     *("env=maniskill", "model=openvla", "cluster=8xh100", "actor=fsdp", "actor.micro_batch_size=10"),
@@ -143,3 +143,30 @@ def test_a_cache_that_can_not_be_written_does_not_end_the_run(tmp_path: Path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     line = measured(planned(), tmp_path / "run", 2.5)
     assert "not kept for later runs" in line and (tmp_path / "run" / "training_share.json").is_file()
+
+
+def test_a_run_moves_where_a_measured_iteration_is_shorter() -> None:
+    loaded = planned("cluster.rebalance=2")
+    sizes = (len(loaded.deployment.of("actor")), len(loaded.deployment.of("rollout")))
+    assert sizes == (4, 3)
+    balancer = Balancer(loaded)
+    assert balancer.take({"iteration": 0}) is None, "without times"
+    # Training takes 2 x 2.5 s in 4 processes, rollouts 2 x 40 s in all: 20 of 100, as in the test above.
+    assert balancer.take(row(0, 900.0, 28.0, 12.0)) is None, "the first iteration does not count"
+    assert balancer.take(row(1, 2.5, 28.0, 12.0)) is None
+    found = balancer.take(row(2, 2.5, 24.0, 16.0))
+    assert found is not None
+    other, reason = found
+    assert (len(other.deployment.of("actor")), len(other.deployment.of("rollout"))) == (2, 6)
+    assert other.config.cluster.training_share == 0.2
+    # max(0.2 / 2, 0.8 / 6) against max(0.2 / 4, 0.8 / 3)
+    assert reason.startswith("cluster.training_share = 0.2: training took 5.0 s in 4 process(es)") and "50%" in reason
+    again = Balancer(other)
+    assert [again.take(row(number, 2.5, 14.0, 6.0)) for number in (3, 4, 5)] == [None] * 3, "it is the fastest"
+
+
+def test_a_run_stays_where_little_is_gained() -> None:
+    balancer = Balancer(planned("cluster.rebalance=1"))
+    balancer.take(row(0, 15.0, 28.0, 14.0))
+    # 4 x 15 s of 4 x 15 + 42 s is 0.59: 0.2 per device at 4 and 3, and at no other numbers less than 0.18.
+    assert balancer.take(row(1, 15.0, 28.0, 14.0)) is None

@@ -313,13 +313,26 @@ def test_a_stop_ends_the_waiting_and_leaves_no_step_under_way(started: Any) -> N
     assert parts.worker.state().state["again"] == [0]
 
 
-@pytest.mark.parametrize("now", [1, 3])
-def test_shards_of_another_number_of_players_are_refused(started: Any, now: int) -> None:
-    """Their numbers mean other environments; a run that continued would repeat some, or wait forever."""
-    parts = started("runner.max_staleness=1")
-    saved = parts.worker.state()
-    saved.state["settings"]["players"] = now + len(parts.worker.runners)
-    with raises_code("checkpoint-other-settings", CheckpointError, now + len(parts.worker.runners)):
-        parts.worker.load_state(RolloutState(saved.state, saved.tensors), 0)
+def test_a_run_continues_with_another_number_of_runners(started: Any) -> None:
+    """The waiting rollouts have other environments: they are dropped, and their steps count."""
+    settings = ("runner.max_staleness=2", "runner.max_iterations=3")
+    before = started(*settings)
+    before.worker.gather(0)
+    before.worker.update_weights([], 1)
+    before.wait_until(lambda: len(before.worker.gate.waiting) == 2 and not before.worker.gate.running)
+    saved = before.worker.state()
+    assert saved.state["next_shard"] == 3
+    steps = sum(entry["meta"]["env_steps"] for entry in saved.state["shards"].values())
+    saved.state["settings"]["players"] = 2  # shards 0 and 1 were a rollout of all environments, 2 the half of the next
+    after = started(*settings)
+    after.worker.load_state(RolloutState(saved.state, saved.tensors), 1)
+    first, _ = after.worker.gather(1)
+    own = after.worker._shards.finished[2].meta["env_steps"]
+    assert first.meta["env_steps"] == own + steps > own
+    after.worker.update_weights([], 2)
+    after.worker.gather(2)
+    draws = [after.worker.schedule.draw(number, 0)[0].tolist() for number in (2, 3)]
+    assert after.began() == draws
     del saved.state["settings"]["players"]  # a checkpoint of before
-    parts.worker.load_state(RolloutState(saved.state, saved.tensors), 0)
+    after.worker.close()
+    started(*settings).worker.load_state(RolloutState(saved.state, saved.tensors), 1)

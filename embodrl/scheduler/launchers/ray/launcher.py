@@ -385,7 +385,7 @@ class RayLauncher(Launcher):
             raise died
         where = self._reservation.strategy(machine)
         actor = self._ray.remote(RayHost).options(num_cpus=1, num_gpus=0, scheduling_strategy=where)
-        variables = environment(job.place, job.world_size)
+        variables = {**environment(job.place, job.world_size), **job.variables}
         running = actor.remote(variables)
         if job.rank == 0:  # started first, since the others meet at its address
             try:

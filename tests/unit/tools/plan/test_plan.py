@@ -213,6 +213,12 @@ def test_a_main_process_that_neither_trains_nor_acts_keeps_a_policy():
     assert more == memory_of(one, HOST).needed["program"] / 2
 
 
+def test_the_processes_of_a_node_are_counted():
+    one, more = plan_of(*APART), plan_of(*APART, "pipeline.placement={advantage: '0:0-1'}")
+    added = memory_of(more, HOST).needed["program"] - memory_of(one, HOST).needed["program"]
+    assert added == memory_of(one, HOST).needed["program"]  # two processes beside two
+
+
 def test_every_process_that_has_the_rollout_is_counted():
     def buffer(*arguments):
         return memory_of(plan_of(*SEVEN_B, *arguments), HOST).needed["trajectory buffer"]
