@@ -116,6 +116,8 @@ class RolloutLearner(Learner):
         if self._publish_to is not None:
             self._publisher = WeightPublisher(self._publish_to, self.policy, self.engine.version)
         self._publish()
+        if self.engine.version:  # restored from a checkpoint
+            self.parts.rollouts.saved(self.engine)
 
     def step(self, iteration: int) -> Row:
         context = self.open_iteration(iteration)
@@ -191,6 +193,12 @@ class RolloutLearner(Learner):
         self._show_phase("evaluation", "evaluation", self.parts.rollouts.num_decodings(every_decoding))
         self.phases.enter("act")
         return self.parts.rollouts.evaluate(video_dir, every_decoding).metrics()
+
+    def saved(self, iteration: int) -> None:
+        self.parts.rollouts.saved(self.engine)
+
+    def finish(self) -> None:
+        self.parts.rollouts.finish(self.engine.version, self._callbacks.is_to_stop)
 
     def prepare_save(self) -> None:
         self.parts.rollouts.collector.reset_history()

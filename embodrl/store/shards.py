@@ -166,7 +166,7 @@ class ShardWriter:
 
 
 @dataclass
-class _Part:
+class ShardPart:
     """A shard's part of the window: ``ids`` of the episodes read for it, and the usable episodes among them."""
 
     shard: str
@@ -182,6 +182,8 @@ class ShardReader:
         cameras: cameras, in the order of the policy's.
         window: number of newest usable episodes kept.
         wanted: episodes to use.
+        with_outcomes: read the rewards of actions, and the weights that chose them, too.
+        check: called with the directory of each shard; raises if its episodes do not fit the run.
 
     Attributes:
         shards: names of the shards read so far, in order.
@@ -197,7 +199,11 @@ class ShardReader:
         size: tuple[int, int],
         window: int,
         wanted: EpisodeFilter,
+        with_outcomes: bool = False,
+        check: Callable[[Path], None] | None = None,
     ) -> None:
+        self._with_outcomes = with_outcomes
+        self._check = check
         self._store = store
         self._cache = cache
         self._cameras = cameras
@@ -206,7 +212,7 @@ class ShardReader:
         self._wanted = wanted
         self.shards: list[str] = []
         self.ids: set[str] = set()
-        self._parts: list[_Part] = []
+        self._parts: list[ShardPart] = []
         self.demos: Demos | None = None
 
     def poll(self) -> bool:
@@ -282,6 +288,8 @@ class ShardReader:
         """Read the expected episodes of a shard that are not yet known."""
         directory = self._cache / name.rpartition("/")[2]
         mark = self._store.get(name, directory)
+        if self._check is not None:
+            self._check(directory)
         demos = load_demos(directory, None, self._cameras, self._size)
         shutil.rmtree(directory)
         ids = mark.texts("ids")
@@ -294,7 +302,22 @@ class ShardReader:
             wanted = [number for number in wanted if number in corrected]
         self.ids.update(ids[number] for number in fresh)
         if wanted:
-            self._parts.append(_Part(name, [ids[number] for number in fresh], demos.select(wanted)))
+            self._parts.append(
+                ShardPart(name, [ids[number] for number in fresh], demos.select(wanted, self._with_outcomes))
+            )
+
+    def take(self) -> list[ShardPart]:
+        """Return the parts that were read and not taken yet, and keep them no longer; their ids stay known."""
+        taken = self._parts
+        self._parts = []
+        return taken
+
+    def unread(self, parts: Sequence[ShardPart]) -> dict[str, object]:
+        """Return the argument of ``restore`` for a reader that has not read these taken parts."""
+        shards = {part.shard for part in parts}
+        ids = {one for part in parts for one in part.ids}
+        left = [name for name in self.shards if name not in shards]
+        return {"shards": left, "used": [], "ids": sorted(self.ids - ids)}
 
     def _trim(self) -> None:
         parts = [part.demos for part in self._parts]

@@ -168,3 +168,22 @@ def test_a_shard_says_what_its_rewards_follow_from(store, tmp_path):
     others = config.model_copy(update={"env": config.env.model_copy(update={"success_bonus": 7.0})})
     with raises_code("demos-other-rewards"):
         check_rewards(tmp_path / "store" / EPISODES / "a-000000", others)
+
+
+def test_episodes_that_were_taken_are_known_and_those_not_learned_from_are_read_again(store, tmp_path):
+    ours = writer(store, tmp_path / "spool", capacity=1)
+    for number in range(3):
+        ours.add([episode(number)], {})
+        ours.upload()
+    cache = tmp_path / "cache"
+    found = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    assert found.poll()
+    parts = found.take()
+    assert [part.ids for part in parts] == [["a-0"], ["a-1"], ["a-2"]] and not found.take()
+    outcomes, versions = parts[1].demos.outcomes, parts[1].demos.versions
+    assert outcomes is not None and outcomes.terminated.tolist() == [False, True]
+    assert versions is not None and versions.tolist() == [1, 1]
+    again = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    again.restore(Fields(found.unread(parts[1:]), "state", StoreError))
+    assert again.poll()
+    assert [part.ids for part in again.take()] == [["a-1"], ["a-2"]]
