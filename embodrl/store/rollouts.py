@@ -23,7 +23,6 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.learners.offline.backend import OfflineBackend
 from embodrl.learners.replay import ROWS_AT_ONCE, no_rewards
-from embodrl.models.base import VLAPolicy
 from embodrl.store.config import store_settings
 from embodrl.store.learner import PublishedWeights
 from embodrl.store.shards import ShardPart, ShardReader
@@ -70,7 +69,7 @@ class StoreCollector(NoCollector):
             self._taken = self._await(self.config.env.train.total_num_envs * self._steps)
         waited_s = time.perf_counter() - started_s
         demos = Demos.concat([part.demos for part in self._taken], with_outcomes=True)
-        batch = trajectories(demos, self.config, self.engine.policy)
+        batch = trajectories(demos, self.config, self.engine)
         return batch, episode_metrics(demos, self.engine.version) | {"time/wait_s": waited_s}
 
     @property
@@ -118,7 +117,7 @@ class StoreBackend(OfflineBackend):
         self._weights.finish(version, is_to_stop, store_settings(self.config).poll_s)
 
 
-def trajectories(demos: Demos, config: Config, policy: VLAPolicy) -> TrajectoryBatch:
+def trajectories(demos: Demos, config: Config, engine: RolloutEngine) -> TrajectoryBatch:
     """Return recorded episodes as a rollout, an episode in each column; rows after its end are not valid.
 
     The last chunk of an episode that was not terminated is not valid either: what followed it is not recorded.
@@ -145,7 +144,7 @@ def trajectories(demos: Demos, config: Config, policy: VLAPolicy) -> TrajectoryB
     success = np.array([bool(one) for one in demos.success])
     by = np.zeros(len(demos.actions), np.int64) if demos.acted_by is None else demos.acted_by
     versions = np.zeros(len(demos.actions), np.int64) if demos.versions is None else demos.versions
-    seen = inputs_of(demos, starts, policy)
+    seen = inputs_of(demos, starts, engine)
     values = torch.zeros(steps + 1, len(lengths), 1)
     return TrajectoryBatch.from_rollout(
         forward_inputs=seen,
@@ -178,14 +177,14 @@ def task_ids(demos: Demos, tasks: Sequence[str]) -> NDArray[np.int64]:
     return np.array([tasks.index(task) for task in demos.tasks], np.int64)
 
 
-def inputs_of(demos: Demos, frames: NDArray[np.int64], policy: VLAPolicy) -> dict[str, Tensor]:
+def inputs_of(demos: Demos, frames: NDArray[np.int64], engine: RolloutEngine) -> dict[str, Tensor]:
     """Return the policy's inputs at frames ``int64[T,B]``, ``[T,B,...]`` by name, on the CPU."""
     rows = frames.reshape(-1)
     parts: list[dict[str, Tensor]] = []
     for some in np.array_split(rows, -(-len(rows) // ROWS_AT_ONCE)):
         tasks = np.zeros(len(some), np.int32)
         observation = Observation(demos.images[some], demos.state[some], demos.said(some), tasks)
-        parts.append({name: tensor.cpu() for name, tensor in policy.preprocess(observation).items()})
+        parts.append({name: tensor.cpu() for name, tensor in engine.inputs(observation).items()})
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return {name: column.reshape(*frames.shape, *column.shape[1:]) for name, column in whole.items()}
 

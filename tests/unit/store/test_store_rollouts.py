@@ -25,11 +25,16 @@ from embodrl.types import Observation
 CHUNK = 2
 
 
-class StatePolicy:
+class StateEngine:
     """Reads the state as it is."""
 
-    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+    version = 0
+
+    def inputs(self, observation: Observation) -> dict[str, Tensor]:
         return {"state": torch.from_numpy(observation.state)}
+
+    def update_weights(self, weights: object, version: int) -> None:
+        self.version = version
 
 
 def recorded(lengths: Sequence[int], ended: Sequence[bool], first: int = 0, tasks: str = "reach-red") -> Demos:
@@ -61,7 +66,7 @@ def config(*settings: str) -> Any:
 
 def test_transitions_of_recorded_episodes_by_hand() -> None:
     # Frames 0 to 4 end the task with the third chunk's only action; 5 to 8 are cut off.
-    batch = trajectories(recorded([5, 4], [True, False]), config(), StatePolicy())  # type: ignore[arg-type]
+    batch = trajectories(recorded([5, 4], [True, False]), config(), StateEngine())  # type: ignore[arg-type]
     assert batch.valid[..., 0].tolist() == [[True, True], [True, False], [True, False]]
     assert batch.valid[2, 0].tolist() == [True, False]
     assert batch.rewards[:, 0].tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 0.0]]
@@ -93,7 +98,7 @@ def test_metrics_of_recorded_episodes_by_hand() -> None:
 
 def test_episodes_of_another_task_are_refused() -> None:
     with raises_code("store-other-tasks", StoreError, "reach-green"):
-        trajectories(recorded([2], [True], tasks="reach-green"), config(), StatePolicy())  # type: ignore[arg-type]
+        trajectories(recorded([2], [True], tasks="reach-green"), config(), StateEngine())  # type: ignore[arg-type]
 
 
 class Reader:
@@ -125,7 +130,7 @@ class Collecting:
         self.reader = Reader()
         self.stopped = False
         weights = SimpleNamespace(catch_up=lambda: None)
-        engine = SimpleNamespace(policy=StatePolicy(), version=0, update_weights=lambda weights, version: None)
+        engine = StateEngine()
         settings = config("store.poll_s=0.001")
         reader: Any = self.reader
         made: Any = (engine, reader, weights)
