@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from embodrl.data import lerobot as layout
 from embodrl.data.demos import (
     ACTED_BY,
+    EXECUTED,
     HINT,
     POLICY_VERSION,
     Demos,
@@ -153,8 +154,8 @@ class _Loading:
         features = self.info.features
         single = [name for name in outcome_columns(features.keys()) if name not in OTHERS or features[name].size == 1]
         names = (layout.ACTION, layout.STATE, *single)
-        for name in (ACTED_BY, POLICY_VERSION):
-            names += (name,) if name in features and features[name].dtype == "int64" else ()
+        own = (ACTED_BY, *((POLICY_VERSION,) if EXECUTED in features else ()))  # others' columns may mean anything
+        names += tuple(name for name in own if name in features and features[name].dtype == "int64")
         return {name: features[name] for name in names if name in features}
 
     def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:

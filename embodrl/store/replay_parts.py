@@ -7,13 +7,15 @@ from contextlib import ExitStack
 
 import torch
 
+from embodrl.data.demos import Demos
+from embodrl.data.imitation import check_demos
 from embodrl.errors import StoreError
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.learners.off_policy import OffPolicyUpdater
-from embodrl.learners.replay import check_rewards, make_stores
+from embodrl.learners.replay import check_rewards, make_stores, with_data
 from embodrl.learners.rollout import Parts
 from embodrl.store.learner import PublishedWeights
-from embodrl.store.parts import DONE, open_store
+from embodrl.store.parts import open_store
 from embodrl.store.rollouts import StoreBackend, StoreCollector
 from embodrl.store.shards import EpisodeFilter, ShardReader
 from embodrl.store.weights import newest_version
@@ -39,7 +41,6 @@ def build(
     if session.checkpoint is None and newest_version(store) is not None:
         hint = "resume that run (`embodrl resume DIR`), or choose another store"
         raise StoreError(f"{store} has weights of another run", hint, code="store-has-weights")
-    store.remove(DONE)
     policy = make_policy(session, device)
     engine = start_engine(session, session.weights_from, policy, closing)
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
@@ -56,13 +57,18 @@ def build(
         with_outcomes=True,
         check=lambda shard: check_rewards(shard, config),
     )
+    named = with_data(config, str(config.store_url))
+
+    def check(demos: Demos) -> None:
+        check_demos(demos, named)
+
     rollouts = StoreBackend(
         config,
         acting,
         deployment.of("env"),
         session.directory / "logs",
         should_stop,
-        lambda config, engine: StoreCollector(config, engine, reader, weights, should_stop),
+        lambda config, engine: StoreCollector(config, engine, reader, weights, check, should_stop),
         weights=weights,
     )
     closing.callback(rollouts.close)

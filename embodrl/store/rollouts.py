@@ -16,6 +16,7 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
+from embodrl.data.imitation import observed
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
@@ -25,6 +26,7 @@ from embodrl.learners.offline.backend import OfflineBackend
 from embodrl.learners.replay import ROWS_AT_ONCE, no_rewards
 from embodrl.store.config import store_settings
 from embodrl.store.learner import PublishedWeights
+from embodrl.store.parts import DONE
 from embodrl.store.shards import ShardPart, ShardReader
 from embodrl.store.store import Retry
 from embodrl.types import Observation
@@ -42,6 +44,7 @@ class StoreCollector(NoCollector):
 
     Args:
         reader: reads each episode once.
+        check: raises if episodes do not fit the run.
         weights: are uploaded again after an outage.
         should_stop: polled while waiting.
     """
@@ -52,23 +55,25 @@ class StoreCollector(NoCollector):
         engine: RolloutEngine,
         reader: ShardReader,
         weights: PublishedWeights,
+        check: Callable[[Demos], None],
         should_stop: Callable[[], bool],
     ) -> None:
         super().__init__(config, engine)
         self._reader = reader
+        self._check = check
         self._weights = weights
         self._should_stop = should_stop
         self._retry = Retry(logger.warning)
-        self._next_look_s = 0.0
         self._waiting: list[ShardPart] = []
         self._taken: list[ShardPart] = []  # by the update in progress, which may be undone
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         started_s = time.perf_counter()
         if not self._taken:
+            self._retry(self._weights.store.remove, DONE)  # of a run that has ended before, and goes on
             self._taken = self._await(self.config.env.train.total_num_envs * self._steps)
         waited_s = time.perf_counter() - started_s
-        demos = Demos.concat([part.demos for part in self._taken], with_outcomes=True)
+        demos = observed(Demos.concat([part.demos for part in self._taken], with_outcomes=True), self.config)
         batch = trajectories(demos, self.config, self.engine)
         return batch, episode_metrics(demos, self.engine.version) | {"time/wait_s": waited_s}
 
@@ -77,18 +82,28 @@ class StoreCollector(NoCollector):
         return self.config.env.train.max_steps_per_rollout_epoch * self.config.algorithm.rollout_epoch
 
     def _await(self, steps: int) -> list[ShardPart]:
-        """Return the parts that have arrived, once they have so many steps; InterruptedError if the run is to stop."""
+        """Return the oldest parts, once they have so many steps; the others stay in the store.
+
+        Raises:
+            InterruptedError: the run is to stop.
+        """
         while not self._should_stop():
-            if time.monotonic() >= self._next_look_s:
-                self._next_look_s = time.monotonic() + store_settings(self.config).poll_s
-                self._retry(self._reader.poll)
-                self._weights.catch_up()
-                self._waiting += self._reader.take()
+            found = self._retry(self._reader.poll, 1, default=False)
+            for part in self._reader.take():
+                self._check(part.demos)
+                self._waiting.append(part)
             if sum(len(part.demos.actions) for part in self._waiting) >= steps:
                 taken, self._waiting = self._waiting, []
                 return taken
-            time.sleep(_LOOK_S)
+            if not found:
+                self._weights.catch_up()
+                self._sleep(store_settings(self.config).poll_s)
         raise InterruptedError
+
+    def _sleep(self, seconds: float) -> None:
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s and not self._should_stop():
+            time.sleep(min(_LOOK_S, seconds))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().update_weights(weights, version)
@@ -109,6 +124,10 @@ class StoreBackend(OfflineBackend):
     def __init__(self, *arguments: object, weights: PublishedWeights, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
         self._weights = weights
+
+    def restored(self, engine: TrainEngine) -> None:
+        self._weights.drop_newer(engine.version)
+        self.saved(engine)
 
     def saved(self, engine: TrainEngine) -> None:
         self._weights.publish(engine, engine.version)

@@ -14,6 +14,7 @@ from embodrl.store.config import store_settings
 
 RULES = RuleSet()
 URL = "store.url"
+ROBOT = "robot"
 NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.backend", "native", "evaluates in the main process"),
     ("rollout.own_process", None, "evaluates in the main process"),
@@ -24,15 +25,22 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("reward.fn", None, "takes its rewards from the collectors"),
     ("reward.model", None, "takes its rewards from the collectors"),
     ("model.small_actor.kind", None, "reads executed actions"),
+    ("env.train.start_from_demos", None, "starts no episodes"),
+    ("env.enable_offload", False, "has no simulators while it trains"),
+    ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
+    ("algorithm.group_size", 1, "compares no episodes"),
+    ("algorithm.off_policy.intervention_device", None, "is corrected where collectors are (store.intervention)"),
+    ("rollout.pipeline_stages", 1, "has no rollouts of its own"),
+    ("runner.save_rollouts", False, "has its rollouts in the store"),
 )
 """What a training run from a store needs of other settings, and why."""
 
 
-@RULES.rule(URL, "algorithm.loss_type", "rollout", "reward", "runner.max_staleness", "model.small_actor", "cluster")
+@RULES.rule(URL, "algorithm", "rollout", "reward", "runner", "model", "env", "cluster")
 def a_store_feeds_a_replay_buffer(context: Context) -> Iterator[Finding]:
     """`embodrl train` learns from a store by algorithms with a replay buffer; what it would ignore is refused."""
     config = context.config
-    if context.verb not in ("train", "plan", None) or store_settings(config).url is None:
+    if context.verb not in ("train", "plan") or store_settings(config).url is None:
         return
     loss = LOSSES.entry(config.algorithm.loss_type) if config.algorithm.loss_type in LOSSES else None
     if loss is not None and (not loss.off_policy or loss.imitates):
@@ -43,6 +51,14 @@ def a_store_feeds_a_replay_buffer(context: Context) -> Iterator[Finding]:
         if value_of(config, key) != wanted:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"training from a store {reason}", f"set it to {shown}", shown, others=(URL,))
+    if config.env.env_type == ROBOT:
+        message = "is a robot, which evaluations of the trainer would drive beside its collector"
+        hint = "imitate corrections: `embodrl store train`"
+        yield Finding("env.env_type", message, hint, "a simulator", others=(URL,))
+    if config.env.reward_mode == "potential" and config.model.num_action_chunks > 1:
+        message = "is discounted by chunks in rollouts, and by actions in what collectors record"
+        hint = "set model.num_action_chunks=1, or another reward"
+        yield Finding("env.reward_mode", message, hint, "dense_delta, dense, sparse", others=(URL,))
     if context.gathers_in_processes:
         message = "training from a store evaluates in the main process"
         hint = "keep the default placement of rollout, and cluster.launcher=process"

@@ -182,7 +182,8 @@ class ShardReader:
         cameras: cameras, in the order of the policy's.
         window: number of newest usable episodes kept.
         wanted: episodes to use.
-        with_outcomes: read the rewards of actions, and the weights that chose them, too.
+        with_outcomes: read the rewards of actions, and the weights that chose them, too; parts are taken, and
+            ``demos`` stays None.
         check: called with the directory of each shard; raises if its episodes do not fit the run.
 
     Attributes:
@@ -213,18 +214,20 @@ class ShardReader:
         self.shards: list[str] = []
         self.ids: set[str] = set()
         self._parts: list[ShardPart] = []
+        self._ids_of: dict[str, set[str]] = {}  # of the shards followed since the start of the process
         self.demos: Demos | None = None
 
-    def poll(self) -> bool:
-        """Read new shards; return whether there were any.
+    def poll(self, most: int | None = None) -> bool:
+        """Read new shards, at most so many; return whether there were any.
 
         Raises:
             StoreError: the store can't be reached, or a shard is damaged.
         """
         known = set(self.shards)
-        names = sorted((name for name in self._store.names(EPISODES) if name not in known), key=place_of)
-        new = [name for name in names if self._follow(name)]
-        if new:
+        names = [name for name in self._store.names(EPISODES) if name not in known]
+        names.sort(key=place_of if most is None else lambda name: place_of(name)[::-1])  # of all collectors in turn
+        new = [name for name in names[:most] if self._follow(name)]
+        if new and not self._with_outcomes:
             self._trim()
         return bool(new)
 
@@ -270,7 +273,7 @@ class ShardReader:
         mark = self._store.mark(name)
         if mark is None:
             return False
-        ids = set(mark.texts("ids"))
+        ids = self._ids_of[name] = set(mark.texts("ids"))
         for part in self._parts:  # read from their current shard from now on
             if ids.issuperset(part.ids):
                 part.shard = name
@@ -313,10 +316,9 @@ class ShardReader:
         return taken
 
     def unread(self, parts: Sequence[ShardPart]) -> dict[str, object]:
-        """Return the argument of ``restore`` for a reader that has not read these taken parts."""
-        shards = {part.shard for part in parts}
-        ids = {one for part in parts for one in part.ids}
-        left = [name for name in self.shards if name not in shards]
+        """Return the argument of ``restore`` for a reader that has not read these taken parts, nor those not taken."""
+        ids = {one for part in (*parts, *self._parts) for one in part.ids}
+        left = [name for name in self.shards if not ids & self._ids_of.get(name, set())]
         return {"shards": left, "used": [], "ids": sorted(self.ids - ids)}
 
     def _trim(self) -> None:

@@ -34,7 +34,7 @@ class Schedule:
         runner = config.runner
         first = runner.eval_at_start
         intervals = (runner.eval_interval, runner.save_interval)
-        from_store = config.store_url is not None  # collectors wait for the initial weights, which follow a checkpoint
+        from_store = config.store_url is not None  # collectors get the initial weights, too, which follow a checkpoint
         return cls(runner.max_iterations, *intervals, first, evaluates_last=True, saves_first=from_store)
 
     @classmethod

@@ -58,8 +58,11 @@ class RolloutBackend(ABC):
     def onload(self) -> None:
         """Bring back policies and simulators."""
 
-    def saved(self, engine: TrainEngine) -> None:  # noqa: B027 - only what publishes weights needs it
-        """The state of the engine's version is in a checkpoint, or comes from one."""
+    def restored(self, engine: TrainEngine) -> None:  # noqa: B027 - only what publishes weights needs these
+        """The engine's state comes from a checkpoint."""
+
+    def saved(self, engine: TrainEngine) -> None:  # noqa: B027
+        """The engine's state is in a checkpoint."""
 
     def finish(self, version: int, is_to_stop: Callable[[], bool]) -> None:  # noqa: B027
         """The run is finished, with weights of this version."""

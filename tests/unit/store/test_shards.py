@@ -10,6 +10,7 @@ from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
 from embodrl.learners.replay import check_rewards, reward_settings
+from embodrl.store.compaction import compact
 from embodrl.store.shards import EPISODES, EpisodeFilter, ShardReader, ShardSize, ShardWriter
 from embodrl.store.store import Store
 
@@ -185,5 +186,24 @@ def test_episodes_that_were_taken_are_known_and_those_not_learned_from_are_read_
     assert versions is not None and versions.tolist() == [1, 1]
     again = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
     again.restore(Fields(found.unread(parts[1:]), "state", StoreError))
+    assert again.poll(1)
+    assert again.unread([])["shards"] == [parts[0].shard], "what was read and not taken is read again, too"
+    assert [part.ids for part in again.take()] == [["a-1"]] and again.poll()
+    assert [part.ids for part in again.take()] == [["a-2"]]
+
+
+def test_a_merged_shard_with_an_episode_that_was_not_learned_from_is_read_again(store, tmp_path):
+    ours = writer(store, tmp_path / "spool", capacity=1)
+    for number in range(3):
+        ours.add([episode(number)], {})
+        ours.upload()
+    cache = tmp_path / "cache"
+    found = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    assert found.poll()
+    waiting = found.take()[1:]
+    compact(store, 100, lambda text: None)
+    assert found.poll(), "the merged shard, of which nothing is new"
+    again = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    again.restore(Fields(found.unread(waiting), "state", StoreError))
     assert again.poll()
-    assert [part.ids for part in again.take()] == [["a-1"], ["a-2"]]
+    assert sorted(one for part in again.take() for one in part.ids) == ["a-1", "a-2"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +13,14 @@ from expect import raises_code
 from torch import Tensor
 
 from embodrl.config import load_config
+from embodrl.config.yaml_text import to_yaml
 from embodrl.data.demos import ACTED_BY, EXECUTED, POLICY_VERSION, REWARD, TERMINATED, Demos
 from embodrl.data.replay import HUMAN, ReplayBuffer, ReplayStores, frames_of
-from embodrl.errors import StoreError
+from embodrl.errors import ConfigError, StoreError
 from embodrl.fields import Fields
 from embodrl.store.rollouts import StoreCollector, episode_metrics, trajectories
 from embodrl.store.shards import ShardPart
+from embodrl.trainer.settings import refuse_impossible
 from embodrl.types import Observation
 
 CHUNK = 2
@@ -109,7 +110,7 @@ class Reader:
         self.known: list[str] = []
         self.restored: Fields | None = None
 
-    def poll(self) -> bool:
+    def poll(self, most: int) -> bool:
         return bool(self.arriving)
 
     def take(self) -> list[ShardPart]:
@@ -129,12 +130,12 @@ class Collecting:
     def __init__(self) -> None:
         self.reader = Reader()
         self.stopped = False
-        weights = SimpleNamespace(catch_up=lambda: None)
+        weights = SimpleNamespace(catch_up=lambda: None, store=SimpleNamespace(remove=lambda name: None))
         engine = StateEngine()
         settings = config("store.poll_s=0.001")
         reader: Any = self.reader
         made: Any = (engine, reader, weights)
-        self.collector = StoreCollector(settings, *made, lambda: self.stopped)
+        self.collector = StoreCollector(settings, *made, lambda demos: None, lambda: self.stopped)
 
     def arrive(self, number: int) -> None:
         """Let a shard of one episode of four steps arrive, as many as an iteration takes."""
@@ -169,12 +170,44 @@ def test_an_iteration_waits_for_as_many_steps_as_a_rollout_has_until_the_run_is_
     parts = Collecting()
     demos = recorded([3], [True])
     parts.reader.arriving.append(ShardPart("short", ["a"], demos))
-    parts.reader.poll = lambda: setattr(parts, "stopped", True)  # type: ignore[method-assign,assignment]
+    parts.reader.poll = lambda most: setattr(parts, "stopped", True)  # type: ignore[method-assign,assignment]
     with pytest.raises(InterruptedError):
         parts.collector.gather(0)
     assert parts.read() == [], "what waits is read again after a restart"
 
 
-def test_the_settings_are_of_the_store(tmp_path: Path) -> None:
-    assert config().store_url == "store"
+RULE = "a-store-feeds-a-replay-buffer"
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("store.url", ("algorithm=ppo_gaussian",)),
+        ("store.url", ("algorithm=dagger",)),
+        ("rollout.publish_weights", ("rollout.publish_weights=true",)),
+        ("algorithm.group_size", ("algorithm.group_size=2",)),
+        ("rollout.pipeline_stages", ("rollout.pipeline_stages=2", "env.num_processes=2")),
+        ("env.enable_offload", ("env.enable_offload=true",)),
+        ("reward.fn", ("reward.fn=math:isfinite",)),
+        ("env.reward_mode", ("env.reward_mode=potential", "model.num_action_chunks=2")),
+    ],
+)
+def test_what_a_run_from_a_store_would_ignore_is_refused(key: str, settings: tuple[str, ...]) -> None:
+    base = ("env=toy", "model=mlp", "algorithm=sac", "env.state=full", "store.url=store")
+    assert load_config([*base], verb="train").config.store_url == "store"
+    with pytest.raises(ConfigError) as caught:
+        load_config([*base, *settings], verb="train")
+    assert (key, RULE) in [(problem.key, problem.code) for problem in caught.value.problems]
+
+
+def test_a_checked_file_of_collectors_and_of_a_trainer_that_imitates_has_a_store_of_its_own() -> None:
+    assert load_config(["experiment=hybrid", "store.url=store"]).config.store_url == "store"
     assert load_config(["env=toy"]).config.store_url is None
+
+
+def test_a_run_is_resumed_with_its_store_alone() -> None:
+    before = config()
+    refuse_impossible(before, to_yaml(before, None))
+    with pytest.raises(ConfigError) as caught:
+        refuse_impossible(config("store.url=other"), to_yaml(before, None))
+    assert [(problem.key, problem.code) for problem in caught.value.problems] == [("store.url", "settings-fixed")]
