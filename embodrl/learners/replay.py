@@ -20,6 +20,7 @@ from embodrl.data.lerobot_info import read_info
 from embodrl.data.lerobot_outcomes import missing_outcomes, outcome_columns
 from embodrl.data.load import is_lerobot
 from embodrl.data.replay import EXPERT, INPUT, ReplayBuffer, ReplayStores
+from embodrl.data.store_shards import is_store, shards_of
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
 from embodrl.models.base import VLAPolicy
@@ -101,6 +102,10 @@ def demo_buffer(config: Config, policy: VLAPolicy, state_dim: int | None = None)
 
 def check_rewards(directory: Path, config: Config) -> None:
     """Reject demonstrations whose rewards differ from the run's settings; accept other datasets' rewards unchecked."""
+    if is_store(directory):
+        for shard in shards_of(directory):
+            check_rewards(shard, config)
+        return
     path = directory / (OWN_META if is_lerobot(directory) else RAW_INDEX)
     if not path.is_file() and not is_lerobot(directory):
         raise no_rewards(str(directory))

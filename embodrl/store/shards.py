@@ -18,13 +18,12 @@ from embodrl.data.lerobot import OWN_META
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
 from embodrl.data.replay import POLICY
+from embodrl.data.store_shards import EPISODES
 from embodrl.errors import StoreError
 from embodrl.fields import Fields, read_fields
 from embodrl.storage.atomic import remove
 from embodrl.store.store import Store
 
-EPISODES = "episodes"
-"""Prefix of shards in a store."""
 REMOVED = ".removed"
 """A shard in the spool that is being deleted."""
 MERGED = "="

@@ -1,11 +1,16 @@
 """Episodes reach the reader of a store exactly once, whatever interrupts their writer and reader."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from expect import raises_code
 
+from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, DemoEpisode, Outcomes
+from embodrl.data.imitation import load_checked_demos
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
@@ -207,3 +212,25 @@ def test_a_merged_shard_with_an_episode_that_was_not_learned_from_is_read_again(
     again.restore(Fields(found.unread(waiting), "state", StoreError))
     assert again.poll()
     assert sorted(one for part in again.take() for one in part.ids) == ["a-1", "a-2"]
+
+
+def test_a_store_is_read_as_one_dataset_with_each_episode_once(store, tmp_path):
+    ours = writer(store, tmp_path / "spool", capacity=1, meta={REWARDS: reward_settings(Config())})
+    for number in range(4):
+        ours.add([episode(number, success=number != 2)], {})
+        ours.upload()
+    given = [f"env.cameras=[{{name: cam, height: {SIZE}, width: {SIZE}}}]", f"sft.data_dir={store.url}"]
+    config = load_config(["env=toy", "sft.check_robot=false", *given]).config
+    config = config.model_copy(update={"model": config.model.model_copy(update={"action_dim": 3})})
+    before = load_checked_demos(config)
+    old = shutil.copytree(tmp_path / "store" / EPISODES / "a-000000", tmp_path / "old")
+    compact(store, 2, lambda text: None)
+    whole = tmp_path / "store" / EPISODES
+    shutil.copytree(old, whole / "a-000000")  # merged, and not removed yet
+    after = load_checked_demos(config)
+    for found in (before, after):
+        assert sorted(found.seeds) == [0, 1, 2, 3] and found.outcomes is not None
+        assert found.actions[:, 0].tolist() == [float(seed) for seed in found.seeds for _ in range(2)]
+    check_rewards(Path(store.url), config)
+    few = config.model_copy(update={"sft": config.sft.model_copy(update={"max_episodes": 2})})
+    assert load_checked_demos(few).num_episodes == 2
