@@ -192,7 +192,7 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_robots.py::test_no_episode_is_lost_when_actor_and_learner_are_killed",
                 "integration/test_robots.py::test_a_robot_registered_with_lerobot_is_driven_in_its_interpreter",
             ),
-            "the trainer imitates corrections (HG-DAgger); RLPD with them is missing; no real robot was driven",
+            "no real robot was driven",
         ),
         Row(
             "Rollouts ahead of training with a bound on staleness",
@@ -244,8 +244,11 @@ SECTIONS: dict[str, list[Row]] = {
             "Collectors that join and leave, over a store",
             "Prime-RL",
             "",
-            ("integration/test_store_runs.py::test_no_episode_is_lost_or_counted_twice",),
-            "the trainer imitates solved episodes; no policy-gradient loss",
+            (
+                "integration/test_store_runs.py::test_no_episode_is_lost_or_counted_twice",
+                "integration/test_store_runs.py::test_a_killed_run_learns_by_reward_from_each_episode_once",
+            ),
+            "imitation, SAC and RLPD; no policy-gradient loss",
         ),
         Row(
             "Evaluation beside training",

@@ -121,6 +121,7 @@ class Demos:
         success: whether each episode solved its task, None if unknown.
         outcomes: outcomes of all frames; None if the dataset has none.
         acted_by: ``int64[N]``, who acted; None if not recorded.
+        versions: ``int64[N]``, updates behind the weights that acted; None if not recorded.
     """
 
     images: NDArray[np.uint8]
@@ -135,6 +136,7 @@ class Demos:
     success: Sequence[bool | None] = ()
     outcomes: Outcomes | None = None
     acted_by: NDArray[np.int64] | None = None
+    versions: NDArray[np.int64] | None = None
 
     @classmethod
     def of_episodes(
@@ -148,8 +150,8 @@ class Demos:
         """Return the demonstrations of consecutive episodes.
 
         Args:
-            columns: ``images``, ``state`` and ``actions`` of all frames; ``ACTED_BY`` and the columns of ``Outcomes``
-                if known.
+            columns: ``images``, ``state`` and ``actions`` of all frames; ``ACTED_BY``, ``POLICY_VERSION`` and
+                the columns of ``Outcomes`` if known.
             lengths: frames of each episode.
             instructions: one per episode, or one per frame.
             tasks: one per episode.
@@ -172,10 +174,14 @@ class Demos:
             success=[success for _, success in outcomes],
             outcomes=Outcomes.of(columns),
             acted_by=columns[ACTED_BY].reshape(-1).astype(np.int64) if ACTED_BY in columns else None,
+            versions=columns[POLICY_VERSION].reshape(-1).astype(np.int64) if POLICY_VERSION in columns else None,
         )
 
-    def _columns(self) -> dict[str, NDArray[np.generic]]:
+    def _columns(self, with_outcomes: bool = False) -> dict[str, NDArray[np.generic]]:
         known: dict[str, NDArray[np.generic]] = {} if self.acted_by is None else {ACTED_BY: self.acted_by}
+        if with_outcomes:
+            known |= {} if self.versions is None else {POLICY_VERSION: self.versions}
+            known |= {} if self.outcomes is None else self.outcomes.columns()
         return {"images": self.images, "state": self.state, "actions": self.actions, **known}
 
     @property
@@ -198,12 +204,12 @@ class Demos:
             result = zlib.crc32(np.ascontiguousarray(column).data, result)
         return result
 
-    def select(self, episodes: Sequence[int]) -> Demos:
-        """Return these episodes, in this order, without outcomes."""
+    def select(self, episodes: Sequence[int], with_outcomes: bool = False) -> Demos:
+        """Return these episodes, in this order."""
         frames = [np.flatnonzero(self.episode == number) for number in episodes]
         index = np.concatenate(frames) if frames else np.zeros(0, np.int64)
         return Demos.of_episodes(
-            {name: column[index] for name, column in self._columns().items()},
+            {name: column[index] for name, column in self._columns(with_outcomes).items()},
             [len(part) for part in frames],
             self.said(index),
             [self.tasks[number] for number in episodes],
@@ -224,9 +230,14 @@ class Demos:
         return Demos.of_episodes(columns, lengths, self.said(frames), self.tasks[episodes], outcomes)
 
     @classmethod
-    def concat(cls, parts: Sequence[Demos], place: Callable[[Shape], NDArray[np.uint8]] | None = None) -> Demos:
-        """Return the episodes of all parts, in order, without outcomes; ``place`` makes the array of their images."""
-        every = [part._columns() for part in parts]
+    def concat(
+        cls,
+        parts: Sequence[Demos],
+        place: Callable[[Shape], NDArray[np.uint8]] | None = None,
+        with_outcomes: bool = False,
+    ) -> Demos:
+        """Return the episodes of all parts, in order; ``place`` makes the array of their images."""
+        every = [part._columns(with_outcomes) for part in parts]
         shared = [name for name in every[0] if all(name in columns for columns in every)]
         out: dict[str, NDArray[np.uint8]] = {}
         if place is not None:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos
-from embodrl.data.facts import data_directory, read_facts
+from embodrl.data.facts import data_directory, missing, read_facts
 from embodrl.data.lerobot import IMAGES, camera_key
 from embodrl.data.load import camera_names, load_demos
 from embodrl.data.pictures import Place, in_memory
 from embodrl.data.replay import POLICY
+from embodrl.data.store_shards import is_store, shards_of
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hub import DATASET_FILES, fetch, parse_dataset
 from embodrl.specs import ENVS
@@ -107,8 +108,12 @@ def check_robot(config: Config) -> None:
 def load_checked_demos(config: Config, place: Place = in_memory) -> Demos:
     """Load the demonstrations of ``sft.data_dir`` and check that the configured policy can imitate them.
 
-    Raises EmbodrlError if they are damaged, or robot or cameras differ from the environment's.
+    A store counts as one dataset. Raises EmbodrlError if they are damaged, or robot or cameras differ from the
+    environment's.
     """
+    directory = data_directory(config.sft.data_dir)
+    if is_store(directory):
+        return _load_store(directory, config, place)
     check_robot(config)
     demos = load_configured_demos(config, place)
     check_demos(demos, config)
@@ -203,6 +208,20 @@ def load_untrained_demos(config: Config) -> tuple[Demos, Demos]:
             code="no-held-out-episodes",
         )
     return every.split(settings.max_episodes)
+
+
+def _load_store(directory: Path, config: Config, place: Place) -> Demos:
+    parts: list[Demos] = []
+    for shard in shards_of(directory):
+        settings = config.sft.model_copy(update={"data_dir": str(shard), "max_episodes": None})
+        parts.append(load_checked_demos(config.model_copy(update={"sft": settings}), place))
+    if not parts:
+        raise missing(directory)
+    whole = Demos.concat(parts, place=lambda shape: place(str(directory), shape), with_outcomes=True)
+    most = config.sft.max_episodes
+    if most is None or most >= whole.num_episodes:
+        return whole
+    return whole.select(range(most), with_outcomes=True)
 
 
 def check_demos(demos: Demos, config: Config) -> None:

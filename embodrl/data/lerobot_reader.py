@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from embodrl.data import lerobot as layout
 from embodrl.data.demos import (
     ACTED_BY,
+    EXECUTED,
     HINT,
+    POLICY_VERSION,
     Demos,
     check_numbers,
     damaged,
@@ -128,7 +130,7 @@ class _Loading:
         columns.setdefault(layout.STATE, np.zeros((len(self.images), 0), np.float32))
         features = self.info.features
         _warn_outside(self.info, {features[name].column: columns[name] for name in columns if name in features})
-        known = {name: columns[name] for name in (ACTED_BY,) if name in columns}
+        known = {name: columns[name] for name in (ACTED_BY, POLICY_VERSION) if name in columns}
         known |= read_outcomes(columns, self.directory)
         return Demos.of_episodes(
             {"images": self.images, "state": columns[layout.STATE], "actions": columns[layout.ACTION], **known},
@@ -152,7 +154,8 @@ class _Loading:
         features = self.info.features
         single = [name for name in outcome_columns(features.keys()) if name not in OTHERS or features[name].size == 1]
         names = (layout.ACTION, layout.STATE, *single)
-        names += (ACTED_BY,) if ACTED_BY in features and features[ACTED_BY].dtype == "int64" else ()
+        own = (ACTED_BY, *((POLICY_VERSION,) if EXECUTED in features else ()))  # others' columns may mean anything
+        names += tuple(name for name in own if name in features and features[name].dtype == "int64")
         return {name: features[name] for name in names if name in features}
 
     def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:

@@ -87,5 +87,8 @@ class Learner(ABC):
     def saved(self, iteration: int) -> None:  # noqa: B027
         """Run follow-up work after the checkpoint of an iteration is written."""
 
+    def finish(self) -> None:  # noqa: B027
+        """Run follow-up work after the last checkpoint of a finished run."""
+
     def release_after_save(self) -> None:  # noqa: B027
         """Free device memory that saving brought back."""

@@ -20,7 +20,7 @@ from embodrl.data.lerobot_info import read_info
 from embodrl.data.lerobot_outcomes import missing_outcomes, outcome_columns
 from embodrl.data.load import is_lerobot
 from embodrl.data.replay import EXPERT, INPUT, ReplayBuffer, ReplayStores
-from embodrl.envs.pool.pool import EnvPool
+from embodrl.data.store_shards import is_store, shards_of
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
 from embodrl.models.base import VLAPolicy
@@ -48,8 +48,8 @@ def with_data(config: Config, directory: str) -> Config:
     return config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": directory})})
 
 
-def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStores:
-    """Return an empty replay buffer, and the configured demonstrations, which must have the pool's state.
+def make_stores(config: Config, policy: VLAPolicy, state_dim: int | None = None) -> ReplayStores:
+    """Return an empty replay buffer, and the configured demonstrations, which must have ``state_dim`` numbers of state.
 
     Raises:
         EmbodrlError: the demonstrations come from another environment, or have missing or different rewards.
@@ -58,7 +58,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     online = ReplayBuffer(settings.capacity, int(settings.memory_gb * GB))
     if settings.demos is None:
         return ReplayStores(online)
-    return ReplayStores(online, demo_buffer(config, policy, pool.spec.state_dim), settings.interventions)
+    return ReplayStores(online, demo_buffer(config, policy, state_dim), settings.interventions)
 
 
 def demo_buffer(config: Config, policy: VLAPolicy, state_dim: int | None = None) -> ReplayBuffer:
@@ -102,6 +102,10 @@ def demo_buffer(config: Config, policy: VLAPolicy, state_dim: int | None = None)
 
 def check_rewards(directory: Path, config: Config) -> None:
     """Reject demonstrations whose rewards differ from the run's settings; accept other datasets' rewards unchecked."""
+    if is_store(directory):
+        for shard in shards_of(directory):
+            check_rewards(shard, config)
+        return
     path = directory / (OWN_META if is_lerobot(directory) else RAW_INDEX)
     if not path.is_file() and not is_lerobot(directory):
         raise no_rewards(str(directory))

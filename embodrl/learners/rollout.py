@@ -108,6 +108,7 @@ class RolloutLearner(Learner):
         self._publisher: WeightPublisher | None = None
         self._shuffle = torch.Generator().manual_seed(config.runner.seed)
         self._open: _OpenIteration | None = None
+        self._is_restored = False
 
     def first_row(self) -> Row:
         return dict(ROW_0)
@@ -116,6 +117,8 @@ class RolloutLearner(Learner):
         if self._publish_to is not None:
             self._publisher = WeightPublisher(self._publish_to, self.policy, self.engine.version)
         self._publish()
+        if self._is_restored:
+            self.parts.rollouts.restored(self.engine)
 
     def step(self, iteration: int) -> Row:
         context = self.open_iteration(iteration)
@@ -192,6 +195,12 @@ class RolloutLearner(Learner):
         self.phases.enter("act")
         return self.parts.rollouts.evaluate(video_dir, every_decoding).metrics()
 
+    def saved(self, iteration: int) -> None:
+        self.parts.rollouts.saved(self.engine)
+
+    def finish(self) -> None:
+        self.parts.rollouts.finish(self.engine.version, self._callbacks.is_to_stop)
+
     def prepare_save(self) -> None:
         self.parts.rollouts.collector.reset_history()
 
@@ -217,6 +226,7 @@ class RolloutLearner(Learner):
         return LearnerState(content, tensors, rollouts.blobs)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
+        self._is_restored = True
         state = checkpoint.state
         collector = self.parts.rollouts.collector
         stores = self.parts.stores
@@ -258,7 +268,8 @@ class RolloutLearner(Learner):
         config = self.config
         chunks = 0
         local = not self._deployment.rolls_out_in_processes and config.rollout.workflow is None
-        if role == "rollout" and local and config.runner.max_staleness == 0:
+        plays = config.runner.max_staleness == 0 and config.store_url is None
+        if role == "rollout" and local and plays:
             chunks = config.algorithm.rollout_epoch * config.rollout_chunks
         elif role == "evaluation" and local:
             waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs) * decodings

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from embodrl.config.schema import Config, PathText, PositiveFloat, PositiveInt, Section, section_in
+from embodrl.config.schema.section import ReadBy
 
 
 class StoreConfig(Section):
     """Settings shared by collectors, trainer and evaluators."""
 
-    url: PathText | None = Field(
+    url: Annotated[PathText | None, ReadBy("store", "train")] = Field(
         default=None, description="a directory that all processes reach, or a URL of fsspec such as s3://BUCKET/PREFIX"
     )
     collector: str = Field(
@@ -52,7 +55,9 @@ class StoreConfig(Section):
     compact_episodes: PositiveInt = Field(
         default=1000, le=100_000, description="limit on episodes in a shard merged by `embodrl store compact`"
     )
-    poll_s: PositiveFloat = Field(default=1.0, description="seconds between two checks of the store")
+    poll_s: Annotated[PositiveFloat, ReadBy("store", "train")] = Field(
+        default=1.0, description="seconds between two checks of the store"
+    )
 
 
 def store_settings(config: Config) -> StoreConfig:

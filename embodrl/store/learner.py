@@ -39,6 +39,11 @@ class PublishedWeights:
         self._retry = Retry(logger.warning)
         self._is_behind = False
 
+    def drop_newer(self, version: int) -> None:
+        """Remove versions above this one: they follow a checkpoint that the run has not resumed from."""
+        self._sender.drop_newer(version)
+        self._upload()
+
     def publish(self, engine: TrainEngine, step: int) -> None:
         """Publish the weights of a step, unless a previous process has published them."""
         if self._sender.version is None or step > self._sender.version:
@@ -65,7 +70,10 @@ class PublishedWeights:
             self.store.put_note(DONE, {"version": step})
             return True
 
-        while not self._retry(mark, default=False) and not is_to_stop():
+        while not self._retry(mark, default=False):
+            if is_to_stop():
+                logger.error("%s was not told that training is over: its collectors continue", self.store)
+                return
             time.sleep(poll_s)
 
 

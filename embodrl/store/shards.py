@@ -18,13 +18,12 @@ from embodrl.data.lerobot import OWN_META
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
 from embodrl.data.replay import POLICY
+from embodrl.data.store_shards import EPISODES
 from embodrl.errors import StoreError
 from embodrl.fields import Fields, read_fields
 from embodrl.storage.atomic import remove
 from embodrl.store.store import Store
 
-EPISODES = "episodes"
-"""Prefix of shards in a store."""
 REMOVED = ".removed"
 """A shard in the spool that is being deleted."""
 MERGED = "="
@@ -166,7 +165,7 @@ class ShardWriter:
 
 
 @dataclass
-class _Part:
+class ShardPart:
     """A shard's part of the window: ``ids`` of the episodes read for it, and the usable episodes among them."""
 
     shard: str
@@ -182,6 +181,9 @@ class ShardReader:
         cameras: cameras, in the order of the policy's.
         window: number of newest usable episodes kept.
         wanted: episodes to use.
+        with_outcomes: read the rewards of actions, and the weights that chose them, too; parts are taken, and
+            ``demos`` stays None.
+        check: called with the directory of each shard; raises if its episodes do not fit the run.
 
     Attributes:
         shards: names of the shards read so far, in order.
@@ -197,7 +199,11 @@ class ShardReader:
         size: tuple[int, int],
         window: int,
         wanted: EpisodeFilter,
+        with_outcomes: bool = False,
+        check: Callable[[Path], None] | None = None,
     ) -> None:
+        self._with_outcomes = with_outcomes
+        self._check = check
         self._store = store
         self._cache = cache
         self._cameras = cameras
@@ -206,19 +212,21 @@ class ShardReader:
         self._wanted = wanted
         self.shards: list[str] = []
         self.ids: set[str] = set()
-        self._parts: list[_Part] = []
+        self._parts: list[ShardPart] = []
+        self._ids_of: dict[str, set[str]] = {}  # of the shards followed since the start of the process
         self.demos: Demos | None = None
 
-    def poll(self) -> bool:
-        """Read new shards; return whether there were any.
+    def poll(self, most: int | None = None) -> bool:
+        """Read new shards, at most so many; return whether there were any.
 
         Raises:
             StoreError: the store can't be reached, or a shard is damaged.
         """
         known = set(self.shards)
-        names = sorted((name for name in self._store.names(EPISODES) if name not in known), key=place_of)
-        new = [name for name in names if self._follow(name)]
-        if new:
+        names = [name for name in self._store.names(EPISODES) if name not in known]
+        names.sort(key=place_of if most is None else lambda name: place_of(name)[::-1])  # of all collectors in turn
+        new = [name for name in names[:most] if self._follow(name)]
+        if new and not self._with_outcomes:
             self._trim()
         return bool(new)
 
@@ -264,7 +272,7 @@ class ShardReader:
         mark = self._store.mark(name)
         if mark is None:
             return False
-        ids = set(mark.texts("ids"))
+        ids = self._ids_of[name] = set(mark.texts("ids"))
         for part in self._parts:  # read from their current shard from now on
             if ids.issuperset(part.ids):
                 part.shard = name
@@ -282,6 +290,8 @@ class ShardReader:
         """Read the expected episodes of a shard that are not yet known."""
         directory = self._cache / name.rpartition("/")[2]
         mark = self._store.get(name, directory)
+        if self._check is not None:
+            self._check(directory)
         demos = load_demos(directory, None, self._cameras, self._size)
         shutil.rmtree(directory)
         ids = mark.texts("ids")
@@ -294,7 +304,21 @@ class ShardReader:
             wanted = [number for number in wanted if number in corrected]
         self.ids.update(ids[number] for number in fresh)
         if wanted:
-            self._parts.append(_Part(name, [ids[number] for number in fresh], demos.select(wanted)))
+            self._parts.append(
+                ShardPart(name, [ids[number] for number in fresh], demos.select(wanted, self._with_outcomes))
+            )
+
+    def take(self) -> list[ShardPart]:
+        """Return the parts that were read and not taken yet, and keep them no longer; their ids stay known."""
+        taken = self._parts
+        self._parts = []
+        return taken
+
+    def unread(self, parts: Sequence[ShardPart]) -> dict[str, object]:
+        """Return the argument of ``restore`` for a reader that has not read these taken parts, nor those not taken."""
+        ids = {one for part in (*parts, *self._parts) for one in part.ids}
+        left = [name for name in self.shards if not ids & self._ids_of.get(name, set())]
+        return {"shards": left, "used": [], "ids": sorted(self.ids - ids)}
 
     def _trim(self) -> None:
         parts = [part.demos for part in self._parts]

@@ -16,13 +16,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from embodrl.data.store_shards import SIGN, STABLE
 from embodrl.errors import EmbodrlError, StoreError
 from embodrl.fields import MAX_JSON_BYTES, Fields, parse_fields
 from embodrl.storage.atomic import atomic_directory, sync_directory, sync_tree
 from embodrl.storage.integrity import sha256_of
 
-STABLE = "STABLE"
-SIGN = "embodrl-store"
 OUTAGES = ("store-unreachable", "store-full")
 """Codes of possibly transient errors."""
 _HINT = "see docs/store.md; earlier data is intact"

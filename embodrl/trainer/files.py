@@ -127,7 +127,8 @@ def is_exported(run_dir: Path) -> bool:
 def sent_num_bytes(config: Config, deployment: Deployment, policy: VLAPolicy) -> int:
     """Return the bytes of weights that a run keeps on disk for other processes: a full version, and trained weights."""
     by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"
-    return (by_disk + config.rollout.publish_weights + config.runner.eval_async) * versions_num_bytes(policy)
+    published = config.rollout.publish_weights or config.store_url is not None
+    return (by_disk + published + config.runner.eval_async) * versions_num_bytes(policy)
 
 
 def versions_num_bytes(policy: VLAPolicy) -> int:

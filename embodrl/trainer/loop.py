@@ -103,6 +103,8 @@ class Trainer:
         engine.onload()
         if self.is_finished:  # its policy is exported
             engine.fetch()
+            if self.is_saved:
+                self.learner.finish()
         return (0 if self.is_finished else self.stop.exit_code) if self.is_saved else 1
 
     def restore(self, checkpoint: Checkpoint, late: Row | None = None) -> None:

@@ -71,6 +71,9 @@ PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack
 """Called with the arguments of ``build``."""
 
 
+STORE_PARTS = "embodrl.store.replay_parts:build"
+
+
 class _Learning(TypedDict, total=False):
     """The fields of ``Parts`` that update the weights."""
 
@@ -103,7 +106,8 @@ def build(
     make: PartsBuilder = acts_in_processes if session.deployment.rolls_out_in_processes else acts_in_driver
     if config.rollout.replay is not None:
         make = replays_in_driver
-    if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
+    own = STORE_PARTS if config.store_url is not None else LOSSES.entry(config.algorithm.loss_type).parts
+    if own is not None:
         make = cast("PartsBuilder", import_object(own))
     parts = make(session, device, stopped, closing, on_step)
     if config.runner.save_rollouts:
@@ -342,7 +346,7 @@ def _learning(
             return {"on_policy": update}
         return {"on_policy": update, "imitated": load_demonstrations(config, policy)}
     assert pool is not None, "the configuration was checked"
-    stores = make_stores(config, policy, pool)
+    stores = make_stores(config, policy, pool.spec.state_dim)
     if loss.imitates:
         return {"replay": stores, "from_records": DaggerUpdater(config, policy, engine, stores.online, on_step)}
     return {"replay": stores, "from_records": OffPolicyUpdater(config, engine, stores, on_step)}

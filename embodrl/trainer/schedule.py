@@ -33,7 +33,9 @@ class Schedule:
         """Return the schedule of the section ``runner``."""
         runner = config.runner
         first = runner.eval_at_start
-        return cls(runner.max_iterations, runner.eval_interval, runner.save_interval, first, evaluates_last=True)
+        intervals = (runner.eval_interval, runner.save_interval)
+        from_store = config.store_url is not None  # collectors get the initial weights, too, which follow a checkpoint
+        return cls(runner.max_iterations, *intervals, first, evaluates_last=True, saves_first=from_store)
 
     @classmethod
     def of_imitation(cls, config: Config) -> Self:

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -177,6 +178,7 @@ def run_with_restarts(
     budget = RestartBudget(loaded.config.actor.max_restarts, loaded.config.cluster.restart_window_s)
     is_restarted = False
     session: RunSession | None = None
+    left: LoadedConfig | None = None  # the placement that the run has just left
     while True:
         try:
             with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
@@ -189,18 +191,29 @@ def run_with_restarts(
             message = f"restart {budget.used} of the training processes, {where}: {lost.error.message}"
             is_restarted = True
         except PlacementChangedError as changed:
-            loaded = changed.loaded
+            left, loaded = loaded, changed.loaded
             lock.check()
             checkpoint, problems = CheckpointManager(directory, 1).latest_good()
             if problems:
                 why = f"the run does not continue elsewhere: its last checkpoint is damaged: {'; '.join(problems)}"
                 raise CheckpointError(why, resume_hint(directory), code="checkpoint-damaged") from changed
             message = f"all processes are started again, on another placement: {changed}"
+        except EmbodrlError as error:
+            if left is None or stop or (session is not None and session.engine is not None):
+                raise
+            loaded, left = staying(left), None
+            message = f"the run stays where it was, as its processes can't be started elsewhere: {error.message}"
         session = None
         gc.collect()  # objects held by the error's frames, e.g. a policy
         torch.cuda.empty_cache()
         logger.warning("%s", message)
         old_settings = last_settings(directory)
+
+
+def staying(loaded: LoadedConfig) -> LoadedConfig:
+    """Return the run on its placement, without ``cluster.rebalance``."""
+    cluster = loaded.config.cluster.model_copy(update={"rebalance": 0})
+    return replace(loaded, config=loaded.config.model_copy(update={"cluster": cluster}))
 
 
 def _next_start(

@@ -14,6 +14,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
@@ -56,6 +57,15 @@ class RolloutBackend(ABC):
     @abstractmethod
     def onload(self) -> None:
         """Bring back policies and simulators."""
+
+    def restored(self, engine: TrainEngine) -> None:  # noqa: B027 - only what publishes weights needs these
+        """The engine's state comes from a checkpoint."""
+
+    def saved(self, engine: TrainEngine) -> None:  # noqa: B027
+        """The engine's state is in a checkpoint."""
+
+    def finish(self, version: int, is_to_stop: Callable[[], bool]) -> None:  # noqa: B027
+        """The run is finished, with weights of this version."""
 
     @abstractmethod
     def close(self) -> None:

@@ -21,8 +21,13 @@ env:
   train: {total_num_envs: 16, max_steps_per_rollout_epoch: 20}
   eval: {num_episodes: 64, decoding: greedy}
 model: {gaussian: {max_state_dim: 4, hidden_sizes: [64, 64]}}
-algorithm: {off_policy: {critic_hidden_sizes: [64, 64], warm_up: 300}}
-actor: {global_batch_size: 64, micro_batch_size: 64}
+algorithm:
+  gamma: 0.97
+  off_policy: {critic_hidden_sizes: [64, 64], warm_up: 300, alpha: 0.01, alpha_lr: 3.0e-4, tau: 0.005, utd: 1.0}
+actor:
+  global_batch_size: 64
+  micro_batch_size: 64
+  optim: {lr: 3.0e-4, value_lr: 3.0e-4, lr_scheduler: constant}
 cluster: {num_threads: 1}
 collect: {num_episodes: 20}
 runner:
@@ -76,7 +81,7 @@ def rows_of(run_dir: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("algorithm", ["sac", "rlpd"])
 def test_it_learns_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: Path) -> None:
-    outcome = embodrl(*settings(algorithm, config, demos, 12, tmp_path / "run"))
+    outcome = embodrl(*settings(algorithm, config, demos, 18, tmp_path / "run"))
     assert outcome.code == 0, outcome.stderr
     rows = rows_of(tmp_path / "run")
     assert rows[0]["eval/success_rate"] < 0.3  # as random weights act

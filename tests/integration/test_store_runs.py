@@ -7,6 +7,7 @@ each episode once.
 import contextlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import runs
 from s3_server import S3Server
 
 from embodrl.storage.checkpoint import CheckpointManager
-from embodrl.store.parts import RESULTS
+from embodrl.store.parts import DONE, RESULTS
 from embodrl.store.shards import EPISODES
 from embodrl.store.store import Store
 
@@ -200,3 +201,71 @@ def test_a_full_store_takes_the_rest_when_there_is_room(tmp_path):
         assert_each_attempt_counts_once({name: store.mark(name) for name in store.names(EPISODES)})
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+REWARD = """
+presets: {env: toy, model: mlp, algorithm: rlpd}
+env:
+  tasks: [reach-red]
+  state: full
+  pin_cpus: false
+  num_processes: 1
+  cameras: [{height: 16, width: 16}]
+  train: {total_num_envs: 8, max_steps_per_rollout_epoch: 10}
+  eval: {total_num_envs: 8, num_episodes: 16, decoding: greedy}
+algorithm: {off_policy: {utd: 0.2, warm_up: 40}}
+actor: {global_batch_size: 32, micro_batch_size: 32}
+cluster: {num_threads: 1}
+collect: {num_episodes: 40000}
+runner: {max_iterations: 6, eval_interval: 6, save_interval: 1, logger: {tensorboard: false, console: plain}}
+store: {episodes_per_shard: 4, poll_s: 0.2}
+extensions: [stop_at]
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_killed_run_learns_by_reward_from_each_episode_once(tmp_path):
+    config, store, run_dir = tmp_path / "config.yaml", Store(str(tmp_path / "store")), tmp_path / "run"
+    config.write_text(REWARD)
+    store.create()
+    demos = runs.embodrl(
+        "collect", "--config", config, "collect.num_episodes=4", f"collect.output_dir={tmp_path}/demos"
+    )
+    assert demos.code == 0, demos.stderr
+    url = f"store.url={store.url}"
+    collector = subprocess.Popen(
+        [sys.executable, "-m", "embodrl.__main__", "store", "collect", "-c", str(config), url,
+         f"store.spool_dir={tmp_path}/spool"],
+        env=runs.environment(),
+    )  # fmt: skip
+    settings = (url, f"runner.output_dir={run_dir}", f"algorithm.off_policy.demos={tmp_path}/demos")
+    try:
+        killed = runs.embodrl("train", "--config", config, *settings, stop_at="learn:30:SIGKILL")
+        assert killed.code == -signal.SIGKILL, killed.stderr
+        before = CheckpointManager(run_dir, 1).latest_good()[0].state.integer("iteration")
+        assert 0 < before < 6
+        done = runs.embodrl("resume", run_dir)
+        assert done.code == 0 and "starts over" not in done.stderr, done.stderr
+        assert collector.wait(120) == 0, "it ends with the trainer"
+    finally:
+        collector.kill()
+        collector.wait()
+    rows = runs.metrics(run_dir)
+    assert [row["iteration"] for row in rows] == list(range(7))
+    state = CheckpointManager(run_dir, 1).latest_good()[0].state
+    read = state.fields("rollout").fields("state").fields("store").texts("shards")
+    assert len(set(read)) == len(read)
+    # Steps are counted by the marks of shards alone: each one that was read counts once, and no other.
+    lengths = {name: sum(frames_of_shard(Path(store.url) / name)) for name in read}
+    assert rows[-1]["env_steps"] == sum(lengths.values()) >= 6 * 80
+    assert store.mark(DONE).integer("version") == 6 and max(store.names("weights")) == "weights/v000006"
+    assert rows[-1]["staleness/max"] >= 0 and rows[-1]["replay/size"] > 0
+
+
+def frames_of_shard(shard: Path) -> list[int]:
+    """The number of frames of each episode of a shard."""
+    import pyarrow.parquet as parquet
+
+    files = sorted((shard / "meta" / "episodes").rglob("*.parquet"))
+    return [number for path in files for number in parquet.read_table(path).column("length").to_pylist()]

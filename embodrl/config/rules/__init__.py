@@ -128,11 +128,19 @@ def run_rules(
 
 
 def _specs_of_verb(verb: Verb | None, context: Context) -> list[VerbSpec]:
-    """Return the verb's spec, if any; where everything is checked, the specs whose sections the configuration has."""
-    if verb is not None:
-        return [VERBS.entry(verb)] if verb in VERBS else []
+    """Return the verb's spec, if any, and those of whose sections the configuration has some that the verb reads."""
+    own = [VERBS.entry(verb)] if verb is not None and verb in VERBS else []
     further = context.tree.children.keys() - Config.model_fields.keys()
-    return [spec for spec in VERBS.all() if further & spec.sections.keys()] if further else []
+    if not further:
+        return own
+    schema = schema_of(context.tree)
+    read = {name for name in further if any(reads(verb, key, schema) for key in _keys(name, schema))}
+    return own + [spec for spec in VERBS.all() if spec not in own and read & spec.sections.keys()]
+
+
+def _keys(name: str, schema: type[Config]) -> list[str]:
+    section = schema.model_fields[name].annotation if name in schema.model_fields else None
+    return [f"{name}.{key}" for key in getattr(section, "model_fields", {})]
 
 
 def _imported(rules: RuleSet | str) -> RuleSet:

@@ -114,6 +114,11 @@ class Config(Section):
         return placement == "disaggregated" or (placement == "auto" and self.runner.max_staleness > 0)
 
     @property
+    def store_url(self) -> str | None:
+        """Where collectors put the episodes of this run (section ``store``); None: it gathers its own."""
+        return getattr(getattr(self, "store", None), "url", None)
+
+    @property
     def moves_devices(self) -> bool:
         """Whether devices that ``cluster.placement`` divides may move between training and concurrent rollouts."""
         return self.divides_devices and self.runner.max_staleness > 0

@@ -28,7 +28,7 @@ class OfflineBackend(RolloutBackend):
         places: tuple[ProcessPlace, ...],
         log_dir: Path,
         should_stop: Callable[[], bool],
-        collector: type[NoCollector] | None = None,
+        collector: Callable[[Config, RolloutEngine], NoCollector] | None = None,
     ) -> None:
         self.config = config
         self.engine = engine

@@ -1,15 +1,21 @@
 """Episodes reach the reader of a store exactly once, whatever interrupts their writer and reader."""
 
+import shutil
+from pathlib import Path
+
 import numpy as np
 import pytest
 from expect import raises_code
 
+from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, DemoEpisode, Outcomes
+from embodrl.data.imitation import load_checked_demos
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
 from embodrl.learners.replay import check_rewards, reward_settings
+from embodrl.store.compaction import compact
 from embodrl.store.shards import EPISODES, EpisodeFilter, ShardReader, ShardSize, ShardWriter
 from embodrl.store.store import Store
 
@@ -168,3 +174,63 @@ def test_a_shard_says_what_its_rewards_follow_from(store, tmp_path):
     others = config.model_copy(update={"env": config.env.model_copy(update={"success_bonus": 7.0})})
     with raises_code("demos-other-rewards"):
         check_rewards(tmp_path / "store" / EPISODES / "a-000000", others)
+
+
+def test_episodes_that_were_taken_are_known_and_those_not_learned_from_are_read_again(store, tmp_path):
+    ours = writer(store, tmp_path / "spool", capacity=1)
+    for number in range(3):
+        ours.add([episode(number)], {})
+        ours.upload()
+    cache = tmp_path / "cache"
+    found = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    assert found.poll()
+    parts = found.take()
+    assert [part.ids for part in parts] == [["a-0"], ["a-1"], ["a-2"]] and not found.take()
+    outcomes, versions = parts[1].demos.outcomes, parts[1].demos.versions
+    assert outcomes is not None and outcomes.terminated.tolist() == [False, True]
+    assert versions is not None and versions.tolist() == [1, 1]
+    again = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    again.restore(Fields(found.unread(parts[1:]), "state", StoreError))
+    assert again.poll(1)
+    assert again.unread([])["shards"] == [parts[0].shard], "what was read and not taken is read again, too"
+    assert [part.ids for part in again.take()] == [["a-1"]] and again.poll()
+    assert [part.ids for part in again.take()] == [["a-2"]]
+
+
+def test_a_merged_shard_with_an_episode_that_was_not_learned_from_is_read_again(store, tmp_path):
+    ours = writer(store, tmp_path / "spool", capacity=1)
+    for number in range(3):
+        ours.add([episode(number)], {})
+        ours.upload()
+    cache = tmp_path / "cache"
+    found = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    assert found.poll()
+    waiting = found.take()[1:]
+    compact(store, 100, lambda text: None)
+    assert found.poll(), "the merged shard, of which nothing is new"
+    again = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    again.restore(Fields(found.unread(waiting), "state", StoreError))
+    assert again.poll()
+    assert sorted(one for part in again.take() for one in part.ids) == ["a-1", "a-2"]
+
+
+def test_a_store_is_read_as_one_dataset_with_each_episode_once(store, tmp_path):
+    ours = writer(store, tmp_path / "spool", capacity=1, meta={REWARDS: reward_settings(Config())})
+    for number in range(4):
+        ours.add([episode(number, success=number != 2)], {})
+        ours.upload()
+    given = [f"env.cameras=[{{name: cam, height: {SIZE}, width: {SIZE}}}]", f"sft.data_dir={store.url}"]
+    config = load_config(["env=toy", "sft.check_robot=false", *given]).config
+    config = config.model_copy(update={"model": config.model.model_copy(update={"action_dim": 3})})
+    before = load_checked_demos(config)
+    old = shutil.copytree(tmp_path / "store" / EPISODES / "a-000000", tmp_path / "old")
+    compact(store, 2, lambda text: None)
+    whole = tmp_path / "store" / EPISODES
+    shutil.copytree(old, whole / "a-000000")  # merged, and not removed yet
+    after = load_checked_demos(config)
+    for found in (before, after):
+        assert sorted(found.seeds) == [0, 1, 2, 3] and found.outcomes is not None
+        assert found.actions[:, 0].tolist() == [float(seed) for seed in found.seeds for _ in range(2)]
+    check_rewards(Path(store.url), config)
+    few = config.model_copy(update={"sft": config.sft.model_copy(update={"max_episodes": 2})})
+    assert load_checked_demos(few).num_episodes == 2

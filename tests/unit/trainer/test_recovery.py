@@ -11,7 +11,13 @@ from expect import raises_code
 from embodrl.config import LoadedConfig, load_config
 from embodrl.errors import OutputError, WorkerDied, WorkerRaised
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.trainer.session import RunSession, TrainersLostError, lost_trainers, run_with_restarts
+from embodrl.trainer.session import (
+    PlacementChangedError,
+    RunSession,
+    TrainersLostError,
+    lost_trainers,
+    run_with_restarts,
+)
 from embodrl.trainer.settings import write_settings
 
 
@@ -79,6 +85,49 @@ def test_after_the_last_restart_the_error_is_raised_with_what_can_be_done(tmp_pa
 )
 def test_the_engine_knows_whether_its_processes_are_lost(error: Exception | None, lost: bool) -> None:
     assert lost_trainers(Engine(error)) is lost  # type: ignore[arg-type]
+
+
+def moved(tmp_path: Path, second: Callable[[RunSession], str]) -> tuple[list[tuple[float, int, str]], str]:
+    """Let a run move after iteration 2; return share, rebalance and checkpoint of each attempt, and the end."""
+    here = load_config(["env=toy"]).with_training_share(0.4)
+    cluster = here.config.cluster.model_copy(update={"rebalance": 2})
+    here.config = here.config.model_copy(update={"cluster": cluster})
+    attempts: list[tuple[float, int, str]] = []
+
+    def work(session: RunSession) -> str:
+        cluster = session.config.cluster
+        where = "none" if session.checkpoint is None else session.checkpoint.path.name
+        attempts.append((cluster.training_share, cluster.rebalance, where))
+        if len(attempts) == 1:
+            CheckpointManager(tmp_path, 2).save(2, {}, {"iteration": 2})
+            raise PlacementChangedError(session.loaded.with_training_share(0.7), "measured")
+        return second(session) if len(attempts) == 2 else "stayed"
+
+    write_settings(tmp_path, "runner: {seed: 1}\n", [])
+    lock: Any = SimpleNamespace(check=lambda: None)
+    return attempts, run_with_restarts(here, tmp_path, lock, work)
+
+
+def test_a_run_that_moves_continues_from_its_checkpoint(tmp_path: Path) -> None:
+    attempts, end = moved(tmp_path, lambda session: "moved")
+    assert (attempts, end) == ([(0.4, 2, "none"), (0.7, 2, "step_2")], "moved")
+
+
+def test_a_run_stays_where_it_was_if_it_can_not_be_started_elsewhere(tmp_path: Path) -> None:
+    def second(session: RunSession) -> str:
+        raise WorkerDied("actor[1] did not come up")
+
+    attempts, end = moved(tmp_path, second)
+    assert (attempts, end) == ([(0.4, 2, "none"), (0.7, 2, "step_2"), (0.4, 0, "step_2")], "stayed")
+
+
+def test_an_error_after_the_start_elsewhere_ends_the_run(tmp_path: Path) -> None:
+    def second(session: RunSession) -> str:
+        session.engine = Engine()  # type: ignore[assignment]
+        raise WorkerRaised("actor[0] raised ValueError in update: wrong")
+
+    with pytest.raises(WorkerRaised):
+        moved(tmp_path, second)
 
 
 def test_other_errors_are_not_tried_again(tmp_path: Path) -> None:

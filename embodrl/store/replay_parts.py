@@ -1,0 +1,78 @@
+"""The parts of a run that learns by reward from the episodes of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from embodrl.data.demos import Demos
+from embodrl.data.imitation import check_demos
+from embodrl.errors import StoreError
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.learners.off_policy import OffPolicyUpdater
+from embodrl.learners.replay import check_rewards, make_stores, with_data
+from embodrl.learners.rollout import Parts
+from embodrl.store.learner import PublishedWeights
+from embodrl.store.parts import open_store
+from embodrl.store.rollouts import StoreBackend, StoreCollector
+from embodrl.store.shards import EpisodeFilter, ShardReader
+from embodrl.store.weights import newest_version
+from embodrl.trainer.files import PUBLISHED_DIR
+from embodrl.trainer.parts import OnStep, also_lost, make_policy, start_engine
+from embodrl.trainer.session import RunSession
+from embodrl.workers.reward import RewardWorker
+
+EVERY = 2**62
+"""Episodes that the reader keeps until they are taken."""
+
+
+def build(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep = None
+) -> Parts:
+    """Like ``embodrl.trainer.parts.build``; collectors gather, and take their weights from the store.
+
+    Raises:
+        StoreError: the store can't be reached, or has weights of another run.
+    """
+    config, deployment = session.config, session.deployment
+    store = open_store(config)
+    if session.checkpoint is None and newest_version(store) is not None:
+        hint = "resume that run (`embodrl resume DIR`), or choose another store"
+        raise StoreError(f"{store} has weights of another run", hint, code="store-has-weights")
+    policy = make_policy(session, device)
+    engine = start_engine(session, session.weights_from, policy, closing)
+    acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
+    should_stop = also_lost(engine, stopped)
+    weights = PublishedWeights(store, session.directory / PUBLISHED_DIR, policy)
+    cameras = config.env.cameras
+    reader = ShardReader(
+        store,
+        session.directory / "shards",
+        [camera.name for camera in cameras],
+        (cameras[0].height, cameras[0].width),
+        EVERY,
+        EpisodeFilter(successes_only=False),
+        with_outcomes=True,
+        check=lambda shard: check_rewards(shard, config),
+    )
+    named = with_data(config, str(config.store_url))
+
+    def check(demos: Demos) -> None:
+        check_demos(demos, named)
+
+    rollouts = StoreBackend(
+        config,
+        acting,
+        deployment.of("env"),
+        session.directory / "logs",
+        should_stop,
+        lambda config, engine: StoreCollector(config, engine, reader, weights, check, should_stop),
+        weights=weights,
+    )
+    closing.callback(rollouts.close)
+    stores = make_stores(config, policy)
+    updater = OffPolicyUpdater(config, engine, stores, on_step)
+    rewards = RewardWorker(config, config.env.tasks)
+    return Parts(policy, engine, rollouts, rewards, from_records=updater, replay=stores)
