@@ -50,8 +50,8 @@ class OffPolicyUpdate(Update):
     Attributes:
         critic, target: ensembles on the policy's features, or on the whole state; the second follows the first.
         log_alpha: logarithm of the temperature, scalar.
-        modules: critics, targets and temperature as held by the engine. The policy's encoder trains with the critics, if
-            they read it.
+        modules: critics, targets and temperature as held by the engine. The policy's encoder trains with critics that
+            read it.
     """
 
     def __init__(
