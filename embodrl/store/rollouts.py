@@ -28,6 +28,7 @@ from embodrl.store.config import store_settings
 from embodrl.store.learner import PublishedWeights
 from embodrl.store.parts import DONE
 from embodrl.store.shards import ShardPart, ShardReader
+from embodrl.store.shared_rollouts import SharedRollouts
 from embodrl.store.store import Retry
 from embodrl.types import Observation
 from embodrl.workers.collector import Metrics, NoCollector, RolloutState
@@ -109,6 +110,9 @@ class StoreCollector(NoCollector):
         super().update_weights(weights, version)
         self._taken = []
 
+    def kept(self) -> None:
+        """Do nothing: shards stay in the store."""
+
     def state(self) -> RolloutState:
         return RolloutState({READ: self._reader.unread([*self._waiting, *self._taken])})
 
@@ -119,7 +123,7 @@ class StoreCollector(NoCollector):
 class StoreBackend(OfflineBackend):
     """Gathers from a store; simulators start with the first evaluation. Each saved version is published there."""
 
-    collector: StoreCollector
+    collector: StoreCollector | SharedRollouts
 
     def __init__(self, *arguments: object, weights: PublishedWeights, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
@@ -131,6 +135,7 @@ class StoreBackend(OfflineBackend):
 
     def saved(self, engine: TrainEngine) -> None:
         self._weights.publish(engine, engine.version)
+        self.collector.kept()
 
     def finish(self, version: int, is_to_stop: Callable[[], bool]) -> None:
         self._weights.finish(version, is_to_stop, store_settings(self.config).poll_s)

@@ -183,7 +183,7 @@ class AsyncCollector:
         self._update.waited_s += time.perf_counter() - clock
         self._update.metas += [meta_of(batch) for batch in batches]
         metrics["time/wait_s"] = self._update.waited_s
-        whole = _join(batches, dropped, self._update.num_groups)
+        whole = join_shards(batches, dropped, self._update.num_groups)
         self._update.num_groups = int(whole["group_id"].max()) + 1
         return whole, rollout_metrics(self._update.metas) | metrics
 
@@ -313,7 +313,7 @@ class AsyncCollector:
         seeds, task_ids = self.schedule.draw(iteration, epoch)
         size = self.schedule.num_envs // len(self.runners)
         rows = slice(part * size, (part + 1) * size)
-        # Group numbers are local to the shard: ``_join`` renumbers the groups of the whole batch.
+        # Group numbers are local to the shard: ``join_shards`` renumbers the groups of the whole batch.
         groups = self.schedule.group_ids(0)[rows]
         shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
         try:
@@ -432,7 +432,7 @@ def shard_settings(config: Config, num_runners: int) -> dict[str, object]:
     return {**settings_read(config, "train", only=(*_EPISODES, *shaped)), PLAYERS: num_runners}
 
 
-def _join(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:
+def join_shards(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:
     """Concatenate shards into one batch with globally unique group numbers, starting at ``num_groups``."""
     parts: list[TrajectoryBatch] = []
     for batch in batches:

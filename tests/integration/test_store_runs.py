@@ -216,7 +216,7 @@ env:
 algorithm: {off_policy: {utd: 0.2, warm_up: 40}}
 actor: {global_batch_size: 32, micro_batch_size: 32}
 cluster: {num_threads: 1}
-collect: {num_episodes: 100000}
+collect: {num_episodes: 40000}
 runner: {max_iterations: 6, eval_interval: 6, save_interval: 1, logger: {tensorboard: false, console: plain}}
 store: {episodes_per_shard: 4, poll_s: 0.2}
 extensions: [stop_at]
