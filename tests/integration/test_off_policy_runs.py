@@ -81,7 +81,7 @@ def rows_of(run_dir: Path) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("algorithm", ["sac", "rlpd"])
 def test_it_learns_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: Path) -> None:
-    outcome = embodrl(*settings(algorithm, config, demos, 12, tmp_path / "run"))
+    outcome = embodrl(*settings(algorithm, config, demos, 18, tmp_path / "run"))
     assert outcome.code == 0, outcome.stderr
     rows = rows_of(tmp_path / "run")
     assert rows[0]["eval/success_rate"] < 0.3  # as random weights act
