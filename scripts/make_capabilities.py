@@ -238,17 +238,19 @@ SECTIONS: dict[str, list[Row]] = {
             "AReaL, Prime-RL",
             "train 'cluster.component_placement={actor:0,rollout:\"0:0-1\",env:0}' env.num_processes=8",
             ("integration/test_rollout_processes.py::test_a_rollout_process_that_is_killed_plays_again",),
-            "they are replaced; none can join or leave a run that is under way",
+            "they are replaced; others can join and leave a run with `store.url` alone",
         ),
         Row(
             "Collectors that join and leave, over a store",
             "Prime-RL",
-            "",
+            "plan train env=maniskill model=openvla store.url=/data/run runner.max_staleness=1 runner.save_interval=1"
+            " algorithm.decoupled.enabled=true",
             (
                 "integration/test_store_runs.py::test_no_episode_is_lost_or_counted_twice",
                 "integration/test_store_runs.py::test_a_killed_run_learns_by_reward_from_each_episode_once",
+                "integration/test_join_runs.py::test_processes_join_a_run_leave_it_and_are_killed",
             ),
-            "imitation, SAC and RLPD; no policy-gradient loss",
+            "rewards of models or functions are not paid there",
         ),
         Row(
             "Evaluation beside training",
