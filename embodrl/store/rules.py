@@ -28,6 +28,7 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
     ("algorithm.off_policy.intervention_device", None, "is corrected where collectors are (store.intervention)"),
     ("rollout.pipeline_stages", 1, "has no rollouts of its own"),
+    ("rollout.streaming", False, "takes whole rollouts"),
     ("runner.save_rollouts", False, "has its rollouts in the store"),
 )
 """What a training run from a store needs of other settings, and why."""

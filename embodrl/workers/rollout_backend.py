@@ -25,6 +25,7 @@ from embodrl.workers.collector import WHOLE, Collector, EpisodeSchedule, Share, 
 from embodrl.workers.evaluator import EvalResult, Evaluator, run_decodings
 from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import RewardWorker
+from embodrl.workers.streaming import StreamRunner
 
 
 class RolloutBackend(ABC):
@@ -118,7 +119,11 @@ def make_collector(
         return make_sync_collector(config, pool, engine, should_stop, rewards.judging)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     acting = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
-    runners = make_runners(config, pool, acting, rewards.judging)
+    runners = (
+        [StreamRunner(config, part, acting, rewards.judging) for part in pool.split(config.rollout.pipeline_stages)]
+        if config.rollout.streaming
+        else make_runners(config, pool, acting, rewards.judging)
+    )
     schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
     return AsyncCollector(config, schedule, runners, acting, should_stop, rewards)
 
