@@ -202,8 +202,9 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_async_runs.py"
                 "::test_a_run_killed_at_random_moments_continues_without_losing_or_repeating_a_rollout",
                 "integration/test_rollout_processes.py::test_ahead_of_training",
+                "unit/workers/test_streaming.py::test_an_update_takes_what_has_ended_while_others_go_on",
             ),
-            "a shard is the rollout of a whole stage: an update does not begin on single episodes; the bound is fixed",
+            "single episodes (`rollout.streaming`) in the main process alone; the bound is fixed",
         ),
         Row(
             "Rewards while rollouts continue, in any process",

@@ -16,7 +16,7 @@ from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import EpisodeSchedule, RolloutState
 from embodrl.workers.streaming import StreamRunner
 
-EPISODES = ("env.train.auto_reset=false",)
+EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=8")
 STREAM = (*EPISODES, "runner.max_staleness=1", "rollout.streaming=true")
 
 
@@ -92,11 +92,12 @@ def test_the_first_update_has_the_episodes_of_a_synchronous_run(started: Any, gr
 
 def test_an_update_takes_what_has_ended_while_others_go_on(started: Any) -> None:
     small = ("env.train.total_num_envs=2", "env.tasks=[reach-red]", "env.max_episode_steps=16")
+    small += ("env.train.max_steps_per_rollout_epoch=16",)
     parts = started(*small, "runner.max_iterations=3", policy=RowPolicy(2), pool=ShortPool)
     worker, policy = parts.worker, parts.policy
     batch, _ = worker.gather(0)  # two chunks are enough for two episodes of the first environment
     assert batch.valid.any(-1).sum(0).tolist() == [1, 1] and batch.group_id[0].tolist() == [0, 1]
-    assert list(worker.gate.running.values())[0] == 0 and worker.state().state["again"][0] == 1
+    assert next(iter(worker.gate.running.values())) == 0 and worker.state().state["again"][0] == 1
     worker.update_weights([], 1)
     policy.allowed.release(2)
     second, _ = worker.gather(1)
