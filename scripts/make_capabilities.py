@@ -221,8 +221,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "Asynchronous training with vLLM",
             "AReaL",
-            "plan train rollout=vllm runner.max_staleness=1",
-            remains="vLLM takes new weights between rollouts",
+            "plan train rollout=vllm runner.max_staleness=1 algorithm.decoupled.enabled=true",
+            (
+                "vllm/test_vllm_runs.py::test_vllm_acts_ahead_of_training",
+                "integration/test_remote_rollout_runs.py::test_a_server_acts_ahead_of_training",
+            ),
+            "between two chunks, not between two tokens; on CPUs",
         ),
         Row(
             "Simulators without a state, such as robots",

@@ -59,7 +59,7 @@ from embodrl.workers.remote_backend import (
     sends_weights,
 )
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout_backend import LocalBackend, evaluator_class, make_collector
+from embodrl.workers.rollout_backend import LocalBackend, acting_policy, evaluator_class, make_collector
 from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
@@ -194,7 +194,7 @@ def acts_in_driver(
     check_environments(config, pool)
     threads = deployment.threads_of(deployment.of("rollout")[0])
     published = session.directory.resolve() / PUBLISHED_DIR
-    acting = make_rollout_engine(config, policy, threads, memory=memory, weights_dir=published)
+    acting = make_rollout_engine(config, acting_policy(config, policy), threads, memory=memory, weights_dir=published)
     rewards = RewardWorker(config, tuple(pool.spec.tasks))
     closing.callback(rewards.close)
     rewards.check(pool.spec)

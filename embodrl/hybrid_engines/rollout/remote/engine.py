@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.5
 _ATTEMPTS = 5
 """Attempts at making a server act with a version: it may restart in between."""
+_FIRST_PAUSE_S = 0.02
+"""Before the next attempt at a version, which doubles: ahead of training it is published as it begins to act."""
+_LOOKS = 9
 
 
 class ServerGone(Exception):
@@ -85,7 +88,7 @@ class RolloutServer:
     def _take(self, version: int) -> tuple[object, int]:
         """Make the server load the newest published weights; return its instance name and the version."""
         problem = ""
-        for _ in range(_ATTEMPTS):
+        for look in range(_LOOKS):
             try:
                 answer = self._post("/weights", {"directory": str(self._directory)})
             except RemotePolicyError as error:  # a resumed run has gone back: the next attempt starts there
@@ -94,7 +97,7 @@ class RolloutServer:
                 if answer.get("policy_version") == version:
                     return answer.get("instance"), version
                 problem = f"it took version {answer.get('policy_version')}"
-            time.sleep(_PAUSE_S)
+            time.sleep(min(_PAUSE_S, _FIRST_PAUSE_S * 2**look))
         hint = f"the server must serve the same model, and have access to {self._directory}"
         raise RemotePolicyError(
             f"{self.url} does not accept the weights of version {version}: {problem}", hint, code="remote-weights"
@@ -237,5 +240,5 @@ def _output(answer: Mapping[str, Any]) -> PolicyOutput:
 
 def make_remote(parts: RolloutParts) -> RemoteRolloutEngine:
     """Return the engine that queries the servers of ``rollout.remote``."""
-    assert parts.weights_dir is not None, "a rule restricts it to training in lockstep"
+    assert parts.weights_dir is not None, "a rule restricts it to training"
     return RemoteRolloutEngine(*parts.common, parts.memory, weights_dir=parts.weights_dir)

@@ -30,9 +30,9 @@ class RemoteRolloutConfig(Section):
     request_timeout_s: PositiveFloat = Field(default=120.0, description="seconds per request to a server")
 
 
-@RULES.rule(BACKEND, "rollout", "runner.max_staleness")
+@RULES.rule(BACKEND, "rollout")
 def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
-    """Policy servers act for one training run in lockstep, which publishes its weights."""
+    """Policy servers act for one training run, which publishes its weights."""
     config = context.config
     deployment = context.deployment
     urls = section_in(config.rollout, "remote", RemoteRolloutConfig).urls
@@ -45,9 +45,6 @@ def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
     if not config.rollout.publish_weights:
         message = "is false, but the servers load the published weights"
         yield Finding("rollout.publish_weights", message, "set it to true, or add rollout=remote", "true")
-    if config.runner.max_staleness > 0:
-        message = "the servers act with the newest weights, in lockstep with the run"
-        yield Finding("runner.max_staleness", message, f"set it to 0, or {NATIVE}", "0", others=(BACKEND,))
     if deployment is not None and deployment.rolls_out_in_processes:
         message = "rollouts are in separate processes, but servers act for the main process"
         yield Finding(BACKEND, message, f"{NATIVE}, or leave out rollout.own_process", "native")
