@@ -334,8 +334,8 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print, endless: b
         shards = ShardWriter(store, spool, settings.collector, make_writer, size, meta)
         closing.callback(Retry(logger.warning), lease.release)  # not if another process owns the spool
         closing.callback(shards.close)
-        engine = make_acting(config)
-        directory = spool / "weights"
+        directory = spool.resolve() / "weights"
+        engine = make_acting(config, weights_dir=directory)
         follower = WeightFollower(WeightSource(engine), directory, lambda: download_versions(store, directory))
         follower.start()
         closing.callback(follower.stop)

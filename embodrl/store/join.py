@@ -210,7 +210,8 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
         closing.callback(pool.close)
         pool.start_async()
-        engine = make_acting(config)
+        weights = directory.resolve() / "weights"
+        engine = make_acting(config, weights_dir=weights)
         pool.wait_started()
         check_environments(config, pool)
         lease = Lease(store, settings.collector, spool_id(directory))
@@ -218,7 +219,6 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         closing.callback(Retry(logger.warning), lease.release)
         closing.callback(lease.stop)
         lease.keep()
-        weights = directory / "weights"
         follower = WeightFollower(WeightSource(engine), weights, lambda: download_versions(store, weights))
         follower.start()
         closing.callback(follower.stop)

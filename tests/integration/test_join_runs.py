@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +43,16 @@ STEPS = 40
 """Of a rollout of four environments."""
 
 
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def metrics_of(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "collect_metrics.jsonl").read_text().splitlines()]
+
+
 @contextmanager
 def started(directory: Path, *arguments: object) -> Iterator[subprocess.Popen[bytes]]:
     with (directory / f"{'-'.join(map(str, arguments[:1]))}.log").open("ab") as log:
@@ -58,6 +70,31 @@ def until(condition: Callable[[], bool], *processes: subprocess.Popen[bytes]) ->
     while not condition():
         assert all(process.poll() is None for process in processes)
         time.sleep(0.05)
+
+
+@pytest.mark.timeout(240)
+def test_a_server_acts_for_the_environments_of_a_run(tmp_path: Path) -> None:
+    """Trainer, inference server and environments are three commands that share a directory."""
+    pytest.importorskip("aiohttp", reason="the extra serve is not installed")
+    config, run_dir, store = tmp_path / "config.yaml", tmp_path / "run", Store(str(tmp_path / "store"))
+    config.write_text(CONFIG)
+    port = free_port()
+    serve = ["serve", "--config", config, "protocol=http", f"serve.port={port}", "serve.token=none"]
+    acting = ["rollout.backend=remote", f"rollout.remote.urls=[http://127.0.0.1:{port}]"]
+    with ExitStack() as closing:
+        places = [f"store.url={store.url}", f"runner.output_dir={run_dir}", "runner.max_iterations=4"]
+        trainer = closing.enter_context(started(tmp_path, "train", "--config", config, *places))
+        closing.enter_context(started(tmp_path, *serve))
+        until(lambda: Path(store.url, SETTINGS, "STABLE").is_file(), trainer)
+        spool = f"store.spool_dir={tmp_path / 'spool'}"
+        joined = closing.enter_context(started(tmp_path, "join", store.url, spool, *acting))
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
+        assert joined.wait() == 0, (tmp_path / "join.log").read_text()
+    rows = runs.metrics(run_dir)
+    assert [row["iteration"] for row in rows] == list(range(5))
+    assert all(row["train/behavior_weight_max"] < 10 for row in rows[1:]), "by the weights that they say"
+    versions = {int(line["collect/policy_version"]) for line in metrics_of(tmp_path / "spool" / "collector-0")}
+    assert len(versions) > 1, "the server took new weights"
 
 
 @pytest.mark.timeout(240)

@@ -155,6 +155,17 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         if request.mode == "mean":  # servers on vLLM cannot, and the local policy has the same weights
             return super()._predict(request)
         seeds = self._seeds(request)
+        while True:
+            version = self.version
+            try:
+                return self._ask_all(request, seeds)
+            except RemotePolicyError as error:
+                # The servers may have found newer weights that another thread is about to bring here, too.
+                time.sleep(_PAUSE_S)
+                if error.code != "remote-weights" or self.version == version:
+                    raise
+
+    def _ask_all(self, request: ActRequest, seeds: list[int]) -> PolicyOutput:
         rows = np.arange(request.observation.batch_size)
         present = [number for number, server in enumerate(self._servers) if not server.is_gone]
         shares = np.array_split(rows, min(len(present) or 1, len(rows)))

@@ -39,10 +39,10 @@ def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
     if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
         message = f"has {len(urls)} server URLs, or some that are not http:// or https://"
         yield Finding(URLS, message, "start `embodrl serve protocol=http`, and name it", "http://HOST:PORT, ...")
-    if context.verb not in ("train", "plan", None):
+    if context.verb not in ("train", "plan", "store", None):
         hint = f"{NATIVE}; to evaluate a server, set model=remote"
         yield Finding(BACKEND, f"`embodrl {context.verb}` has no rollout servers", hint, "native")
-    if not config.rollout.publish_weights:
+    if not config.rollout.publish_weights and context.verb != "store":  # which finds them in the store
         message = "is false, but the servers load the published weights"
         yield Finding("rollout.publish_weights", message, "set it to true, or add rollout=remote", "true")
     if deployment is not None and deployment.rolls_out_in_processes:
