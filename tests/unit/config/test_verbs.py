@@ -70,7 +70,7 @@ def test_settings_of_another_verb_are_refused(tmp_path: Path) -> None:
 
 
 MEMBERS: dict[Verb, tuple[str, str]] = {
-    "train": ("algorithm.gamma actor.fsdp.cpu_offload env.video.every_eval", "axes sft.lr store.url serve.port"),
+    "train": ("algorithm.gamma actor.fsdp.cpu_offload env.video.every_eval", "axes sft.lr store.collector serve.port"),
     "plan": ("algorithm.gamma runner.name cluster.training_share", "axes sft.lr recipe.stages"),
     "eval": ("axes env.video.fps rollout.workflow cluster.launcher", "algorithm.bc_coef actor.optim.betas"),
     "collect": ("collect.noise_std model.action_dim env.eval.seed", "model.warm_start runner.seed collect.sample"),

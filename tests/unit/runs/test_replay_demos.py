@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +16,6 @@ from embodrl.data.imitation import observed
 from embodrl.data.load import load_demos
 from embodrl.data.replay import ReplayBuffer
 from embodrl.learners.replay import demo_frames, make_stores
-
-
-def pool(state_dim: int = 4) -> SimpleNamespace:
-    return SimpleNamespace(spec=SimpleNamespace(state_dim=state_dim))
 
 
 @pytest.mark.parametrize("style", ["raw", "lerobot"])
@@ -82,16 +77,16 @@ def test_demonstrations_of_the_run_are_taken(tmp_path: Path, monkeypatch: pytest
     write(tmp_path / "data", "raw", episode(0, 3, True), episode(1, 2, True))
     arguments = (f"algorithm.off_policy.demos={tmp_path / 'data'}", "algorithm.off_policy.demo_fraction=0.5")
     run = config(*arguments)
-    stores = make_stores(run, build("gaussian", gaussian={"use_images": False}, num_action_chunks=1), pool())
+    stores = make_stores(run, build("gaussian", gaussian={"use_images": False}, num_action_chunks=1), 4)
     assert stores.demos is not None and len(stores.demos) == 5
     with raises_code("demos-other-state"):
-        make_stores(run, build("gaussian"), pool(state_dim=2))
+        make_stores(run, build("gaussian"), 2)
     blind = config(*arguments, "model=cnn", "env.include_state=false", "env.state=proprio")
     assert not observed(load_demos(tmp_path / "data"), blind).state.size
     taken: list[int] = []
     policy = build("gaussian", num_action_chunks=1)
     monkeypatch.setattr(policy, "preprocess", lambda seen: taken.append(seen.state.shape[1]) or {"x": torch.zeros(5)})
-    make_stores(blind, policy, pool(state_dim=0))
+    make_stores(blind, policy, 0)
     assert taken == [0]
 
 
@@ -101,7 +96,7 @@ def test_demonstrations_without_rewards_or_with_others_are_refused(style: str, t
 
     def take(name: str, *arguments: str) -> None:
         path = f"algorithm.off_policy.demos={tmp_path / name}"
-        make_stores(config(path, "algorithm.off_policy.demo_fraction=0.5", *arguments), policy, pool())
+        make_stores(config(path, "algorithm.off_policy.demo_fraction=0.5", *arguments), policy, 4)
 
     write(tmp_path / "unknown", style, episode(0, 3, True), rewards={})
     with raises_code("demos-no-rewards"):
