@@ -110,9 +110,6 @@ class StoreCollector(NoCollector):
         super().update_weights(weights, version)
         self._taken = []
 
-    def kept(self) -> None:
-        """Do nothing: shards stay in the store."""
-
     def state(self) -> RolloutState:
         return RolloutState({READ: self._reader.unread([*self._waiting, *self._taken])})
 
@@ -122,8 +119,6 @@ class StoreCollector(NoCollector):
 
 class StoreBackend(OfflineBackend):
     """Gathers from a store; simulators start with the first evaluation. Each saved version is published there."""
-
-    collector: StoreCollector | SharedRollouts
 
     def __init__(self, *arguments: object, weights: PublishedWeights, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
@@ -135,7 +130,8 @@ class StoreBackend(OfflineBackend):
 
     def saved(self, engine: TrainEngine) -> None:
         self._weights.publish(engine, engine.version)
-        self.collector.kept()
+        if isinstance(self.collector, SharedRollouts):
+            self.collector.kept()
 
     def finish(self, version: int, is_to_stop: Callable[[], bool]) -> None:
         self._weights.finish(version, is_to_stop, store_settings(self.config).poll_s)

@@ -80,6 +80,7 @@ def test_a_server_acts_for_the_environments_of_a_run(tmp_path: Path) -> None:
     config.write_text(CONFIG)
     port = free_port()
     serve = ["serve", "--config", config, "protocol=http", f"serve.port={port}", "serve.token=none"]
+    serve += ["model.random_weights=true"]  # before the first version of the run
     acting = ["rollout.backend=remote", f"rollout.remote.urls=[http://127.0.0.1:{port}]"]
     with ExitStack() as closing:
         places = [f"store.url={store.url}", f"runner.output_dir={run_dir}", "runner.max_iterations=4"]

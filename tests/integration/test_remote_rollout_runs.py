@@ -40,7 +40,7 @@ class Server:
 
     def __init__(self, directory: Path) -> None:
         self.port, self.log = free_port(), directory / "server.log"
-        settings = ("protocol=http", f"serve.port={self.port}", "serve.token=none")
+        settings = ("protocol=http", f"serve.port={self.port}", "serve.token=none", "model.random_weights=true")
         self.command = [sys.executable, "-m", "embodrl.__main__", "serve", "-c", f"{directory}/serve.yaml", *settings]
 
     def start(self) -> None:
