@@ -99,6 +99,23 @@ def test_a_server_acts_for_the_environments_of_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
+def test_two_training_processes_learn_from_who_joined(tmp_path: Path) -> None:
+    config, run_dir, store = tmp_path / "config.yaml", tmp_path / "run", Store(str(tmp_path / "store"))
+    config.write_text(CONFIG)
+    sharded = ["actor=fsdp", "cluster.device=cpu", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"]
+    sharded += ["actor.micro_batch_size=20", f"store.url={store.url}", "runner.max_iterations=3"]
+    with ExitStack() as closing:
+        trainer = closing.enter_context(
+            started(tmp_path, "train", "--config", config, *sharded, f"runner.output_dir={run_dir}")
+        )
+        until(lambda: Path(store.url, SETTINGS, "STABLE").is_file(), trainer)
+        joined = closing.enter_context(started(tmp_path, "join", store.url, f"store.spool_dir={tmp_path / 'spool'}"))
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
+        assert joined.wait() == 0, (tmp_path / "join.log").read_text()
+    assert [row["iteration"] for row in runs.metrics(run_dir)] == list(range(4))
+
+
+@pytest.mark.timeout(240)
 def test_processes_join_a_run_leave_it_and_are_killed(tmp_path: Path) -> None:
     config, run_dir, store = tmp_path / "config.yaml", tmp_path / "run", Store(str(tmp_path / "store"))
     config.write_text(CONFIG)
