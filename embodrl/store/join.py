@@ -7,10 +7,12 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from embodrl.config import LoadedConfig
 from embodrl.config.compose import assignment
+from embodrl.config.identity import changes, describe, record_of
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import UsageError
@@ -26,7 +28,7 @@ from embodrl.store.collect import METRICS_FILE, collect, spool_id
 from embodrl.store.config import store_settings
 from embodrl.store.lease import Lease
 from embodrl.store.parts import DONE, open_store
-from embodrl.store.rollout_shards import MARK, ROLLOUTS, Demand, SharedRollout, settings_text
+from embodrl.store.rollout_shards import MARK, ROLLOUTS, Demand, SharedRollout, run_of
 from embodrl.store.shards import place_of
 from embodrl.store.shared_rollouts import rollout_settings
 from embodrl.store.store import Retry, Store
@@ -46,7 +48,7 @@ _ROLLOUTS_A_JOURNAL = 64
 
 
 def load_joined(target: str, overrides: Sequence[str], trust: bool = False) -> LoadedConfig:
-    """Return the configuration of a run, with settings of this process.
+    """Return the configuration of a run, with settings of this process; its spool is that of this run alone.
 
     Args:
         target: directory of a run with ``store.url``, or its store: a directory or URL.
@@ -56,20 +58,45 @@ def load_joined(target: str, overrides: Sequence[str], trust: bool = False) -> L
     Raises:
         ConfigError: the configuration is invalid.
         StoreError: the store can't be reached, or has no run.
-        UsageError: the run has no store.
+        UsageError: the run has no store, or would reject what these settings make.
     """
-    file = Path(target).expanduser() / CONFIG_FILE
-    if "://" not in target and file.is_file():
-        loaded = load_run(file, [*overrides], "store", trust=trust)
-        if loaded.config.store_url is None:
-            hint = "nothing can join a run without a store: start it with store.url=DIR"
-            raise UsageError(f"{target} has no store.url", hint, code="store-none")
-        return loaded
-    place = target if "://" in target else str(Path(target).expanduser().absolute())
+    place = _store_of(target, trust)
     store = Store(place)
     store.check()
-    here = [assignment("store.url", place), *overrides]
-    return load_run(Path(place) / "run" / "settings", here, "store", trust=trust, text=settings_text(store))
+    text, run = run_of(store)
+    source = Path(place) / "run" / "settings"
+    trained = load_run(source, [assignment("store.url", place)], "store", trust=trust, text=text).config
+    loaded = load_run(source, [assignment("store.url", place), *overrides], "store", trust=trust, text=text)
+    config = loaded.config
+    if not LOSSES.entry(config.algorithm.loss_type).off_policy:
+        _check_sizes(trained, config)
+    settings = store_settings(config)
+    own = settings.model_copy(update={"spool_dir": str(Path(settings.spool_dir) / run)})
+    return replace(loaded, config=config.model_copy(update={"store": own}))
+
+
+def _store_of(target: str, trust: bool) -> str:
+    """Return the absolute directory or URL of the store of a run, or of a store."""
+    file = Path(target).expanduser() / CONFIG_FILE
+    if "://" not in target and file.is_file():
+        url = load_run(file, [], "store", trust=trust).config.store_url
+        if url is None:
+            hint = "nothing can join a run without a store: start it with store.url=DIR"
+            raise UsageError(f"{target} has no store.url", hint, code="store-none")
+        target = url
+    return target if "://" in target else str(Path(target).expanduser().absolute())
+
+
+def _check_sizes(trained: Config, config: Config) -> None:
+    """Refuse what the trainer would reject, or could not add up to an update."""
+    if other := changes(record_of(rollout_settings(trained)), rollout_settings(config)):
+        hint = "leave these settings as they are in the run"
+        raise UsageError(f"the run has other settings: {describe(other)}", hint, code="store-other-settings")
+    envs, own = trained.env.train.total_num_envs, config.env.train.total_num_envs
+    if envs % own:
+        message = f"the {envs} environments of an update are not whole rollouts of {own}"
+        hint = f"set env.train.total_num_envs to a divisor of {envs}"
+        raise UsageError(message, hint, code="store-other-settings")
 
 
 class Spool:
@@ -115,6 +142,7 @@ class RolloutWriter:
         runner: all environments of this process.
         pause: called while there is nothing to do.
         first: number of the first rollout.
+        is_ready: returns whether the engine has weights of the run; raises StoreError if another process has the name.
         log: sink for the metrics of rollouts, with their count as ``iteration``.
     """
 
@@ -127,6 +155,7 @@ class RolloutWriter:
         spool: Spool,
         pause: Callable[[], None],
         first: int,
+        is_ready: Callable[[], bool],
         log: Callable[[dict[str, float | None]], object],
     ) -> None:
         self.config = config
@@ -135,12 +164,15 @@ class RolloutWriter:
         self.store = store
         self.spool = spool
         self.pause = pause
+        self.is_ready = is_ready
         self.log = log
         self.retry = Retry(logger.warning)
         self.name = store_settings(config).collector
         self.stream = zlib.crc32(self.name.encode())
         self.next = first
-        train = config.env.train.model_copy(update={"seed": config.env.train.seed + self.stream})
+        train = config.env.train
+        if not train.use_fixed_reset_state_ids:  # then all have the same
+            train = train.model_copy(update={"seed": train.seed + self.stream})
         own = config.model_copy(update={"env": config.env.model_copy(update={"train": train})})
         self.schedule = EpisodeSchedule(own, config.env.train.total_num_envs, len(config.env.tasks))
 
@@ -179,10 +211,11 @@ class RolloutWriter:
 
     def _is_wanted(self) -> bool | None:
         """Copy what is finished; return whether there is room for another rollout, or None after the trainer's end."""
+        is_ready = self.is_ready()  # first, since it raises if another process has taken the name
         self.spool.upload()
         if self.store.mark(DONE) is not None:
             return None
-        demand = Demand.of(self.store)
+        demand = Demand.of(self.store) if is_ready else None
         return demand is not None and demand.has_room(self.store, self.engine.version)
 
     def _roll_out(self, number: int, should_stop: Callable[[], bool]) -> TrajectoryBatch:
@@ -219,7 +252,8 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         closing.callback(Retry(logger.warning), lease.release)
         closing.callback(lease.stop)
         lease.keep()
-        follower = WeightFollower(WeightSource(engine), weights, lambda: download_versions(store, weights))
+        source = WeightSource(engine)
+        follower = WeightFollower(source, weights, lambda: download_versions(store, weights))
         follower.start()
         closing.callback(follower.stop)
         (runner,) = make_runners(config, pool, engine)
@@ -228,16 +262,21 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         logged = (config.runner.logger, first or None, config.model_dump())
         metrics = closing.enter_context(MetricsLogger(directory, *logged, file_name=METRICS_FILE))
 
-        def pause() -> None:
+        retry = Retry(logger.warning)
+
+        def is_ready() -> bool:
             lease.check()
+            return source.has_taken(weights)
+
+        def pause() -> None:
             until_s = time.monotonic() + settings.poll_s
             while time.monotonic() < until_s and not stop:
                 time.sleep(min(_LOOK_S, settings.poll_s))
 
-        writer = RolloutWriter(config, engine, runner, store, spool, pause, first, metrics.log)
+        writer = RolloutWriter(config, engine, runner, store, spool, pause, first, is_ready, metrics.log)
         say(f"gathering for the run of {store} as {settings.collector}")
         stop.can_save("the same command continues; the rollout under way is made again")
         writer.run(lambda: bool(stop), lambda count, note: say(f"rollout {count}: {note}"))
-        Retry(logger.warning)(spool.upload)
+        retry(spool.upload)
         say(f"{writer.next} rollouts of {settings.collector} have been made")
     return stop.exit_code

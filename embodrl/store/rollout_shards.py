@@ -1,11 +1,12 @@
 """Rollouts in a store: written by processes that joined a run, each taken once by its trainer.
 
-A collector's rollouts are numbered from 0. ``taken/trainer`` says which of them the updates up to the newest checkpoint
-have taken, and how many environments may wait.
+A collector's rollouts are numbered from 0. ``taken/trainer`` says which of them the trainer has taken or rejected so
+far, and how many environments may wait; what its updates have taken for good is in its checkpoints.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ ROLLOUTS = "rollouts"
 """Prefix of rollouts in a store."""
 TAKEN = "taken/trainer"
 SETTINGS = "run/settings"
-"""The trainer's configuration: ``config``, the text of its config.yaml."""
+"""The trainer's run: ``config``, the text of its config.yaml, and ``id``, which no other run has."""
 FILE = "rollout.safetensors"
 MARK = ".mark.json"
 """Facts of the mark, beside a rollout that is not in the store yet."""
@@ -68,20 +69,20 @@ class Demand:
     """What the trainer says in ``taken/trainer``.
 
     Attributes:
-        version: updates done at its newest checkpoint.
-        rows: environments of an update.
+        version: updates done.
+        room: environments that may wait.
         max_staleness: updates that a rollout may be behind when it is trained on.
-        ledger: rollouts that count already.
+        ledger: rollouts that count already, also of updates that no checkpoint has yet.
     """
 
     version: int
-    rows: int
+    room: int
     max_staleness: int
     ledger: Ledger
 
     def put(self, store: Store) -> None:
         """Write it; raises StoreError."""
-        numbers = {"version": self.version, "rows": self.rows, "max_staleness": self.max_staleness}
+        numbers = {"version": self.version, "room": self.room, "max_staleness": self.max_staleness}
         store.put_note(TAKEN, {**numbers, "ledger": self.ledger.content()})
 
     @classmethod
@@ -90,23 +91,23 @@ class Demand:
         mark = store.mark(TAKEN)
         if mark is None:
             return None
-        numbers = (mark.integer("version"), mark.integer("rows"), mark.integer("max_staleness"))
+        numbers = (mark.integer("version"), mark.integer("room"), mark.integer("max_staleness"))
         return cls(*numbers, Ledger.read(mark.fields("ledger")))
 
     def has_room(self, store: Store, version: int) -> bool:
         """Return whether a rollout by weights of ``version`` may begin.
 
-        At most ``max_staleness + 1`` updates' environments wait in the store, not counting those that are too old; the
-        rollouts that others have begun are not known, so each of them may add one. Raises StoreError.
+        Rollouts that are too old to be trained on take no room; those that others have begun are not known, so that
+        each of them may add one. Raises StoreError.
         """
         if self.version - version > self.max_staleness:
             return False  # newer weights are on their way
         waiting = 0
         for name in store.names(ROLLOUTS):
             mark = None if self.ledger.has(*place_of(name)) else store.mark(name)
-            if mark is not None and self.version - mark.integer("began") <= self.max_staleness:
+            if mark is not None and 0 <= self.version - mark.integer("began") <= self.max_staleness:
                 waiting += mark.integer("rows")
-        return waiting < (self.max_staleness + 1) * self.rows
+        return waiting < self.room
 
 
 def rows_of_update(config: Config) -> int:
@@ -128,10 +129,16 @@ class SharedRollout:
         """Number of environments."""
         return self.batch.batch_size[1]
 
+    @property
+    def newest(self) -> int:
+        """Newest version of the weights that chose a chunk."""
+        return int(self.batch.policy_version.max())
+
     def write(self, directory: Path, settings: Mapping[str, object]) -> None:
         """Write it into a directory, with the settings that made it; raises OutputError."""
         save_rollout(directory / FILE, self.batch, {})
-        write_json_file(directory / MARK, {"began": self.began, "rows": self.rows, **record_of(settings)})
+        facts = {"began": self.began, "newest": self.newest, "rows": self.rows}
+        write_json_file(directory / MARK, {**facts, **record_of(settings)})
 
     @classmethod
     def read(cls, store: Store, name: str, directory: Path) -> tuple[Self, Fields]:
@@ -146,8 +153,8 @@ class SharedRollout:
         return cls(*place_of(name), mark.integer("began"), batch), mark
 
 
-def settings_text(store: Store) -> str:
-    """Return the configuration of the store's trainer.
+def run_of(store: Store) -> tuple[str, str]:
+    """Return the configuration of the store's trainer, and the id of its run.
 
     Raises:
         StoreError: no trainer has begun, or the store can't be reached.
@@ -156,7 +163,13 @@ def settings_text(store: Store) -> str:
     if mark is None:
         hint = "start it first: embodrl train ... store.url=URL"
         raise StoreError(f"{store} has no run that could be joined", hint, code="store-no-run")
-    return mark.text("config")
+    return mark.text("config"), mark.text("id")
+
+
+def put_run(store: Store, config_yaml: str) -> None:
+    """Write the configuration of a run that begins or goes on; raises StoreError."""
+    mark = store.mark(SETTINGS)
+    store.put_note(SETTINGS, {"config": config_yaml, "id": secrets.token_hex(8) if mark is None else mark.text("id")})
 
 
 def removable(names: Iterable[str], ledger: Ledger) -> list[str]:

@@ -126,6 +126,8 @@ class StoreBackend(OfflineBackend):
 
     def restored(self, engine: TrainEngine) -> None:
         self._weights.drop_newer(engine.version)
+        if isinstance(self.collector, SharedRollouts):
+            self.collector.resumed()
         self.saved(engine)
 
     def saved(self, engine: TrainEngine) -> None:

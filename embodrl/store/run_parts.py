@@ -19,7 +19,7 @@ from embodrl.learners.rollout import Parts
 from embodrl.specs import LOSSES
 from embodrl.store.learner import PublishedWeights
 from embodrl.store.parts import open_store
-from embodrl.store.rollout_shards import SETTINGS
+from embodrl.store.rollout_shards import put_run
 from embodrl.store.rollouts import StoreBackend, StoreCollector
 from embodrl.store.shards import EpisodeFilter, ShardReader
 from embodrl.store.shared_rollouts import SharedRollouts
@@ -53,7 +53,7 @@ def build(
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
     should_stop = also_lost(engine, stopped)
     weights = PublishedWeights(store, session.directory / PUBLISHED_DIR, policy)
-    store.put_note(SETTINGS, {"config": approved(session.loaded.to_yaml())})
+    put_run(store, approved(session.loaded.to_yaml()))
 
     def collector(config: Config, engine: RolloutEngine) -> StoreCollector | SharedRollouts:
         if LOSSES.entry(config.algorithm.loss_type).off_policy:

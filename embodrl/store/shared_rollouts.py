@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from embodrl.config.identity import ABSENT, changes, describe
+from embodrl.config.identity import changes, describe
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import StoreError
@@ -49,8 +49,9 @@ def rollout_settings(config: Config) -> dict[str, object]:
 class SharedRollouts(NoCollector):
     """Takes the oldest rollouts of a store until they have an update's environments; each counts once.
 
-    Rollouts that began more than ``runner.max_staleness`` updates ago, or with weights that this run has not made, are
-    rejected. The ledger of a checkpoint is that of its updates: what an interrupted update had taken is read again.
+    Rejected are rollouts that began more than ``runner.max_staleness`` updates ago, that are by weights which this run
+    has not made (yet), or by other settings. The ledger of a checkpoint is that of its updates: what an interrupted
+    update had taken is read again.
 
     Args:
         directory: for copies of rollouts while they are read.
@@ -81,17 +82,17 @@ class SharedRollouts(NoCollector):
         self._num_groups = 0
         self._waited_s = 0.0
         self._rejected = 0
-        self._env_steps_dropped = 0
+        self._env_steps_dropped = 0  # of rollouts that were rejected, not counted yet
+        self._counted_dropped = 0  # likewise, counted by the update in progress
+        self._told: Demand | None = None
+        self._warned: set[str] = set()
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         self.undo()
         self._metas = []
         self._num_groups = 0
         self._waited_s = 0.0
-        batch, metrics = self._gather(rows_of_update(self.config))
-        # Steps of rejected rollouts were simulated, so they count, once.
-        batch.meta["env_steps"] += self._env_steps_dropped
-        return batch, metrics
+        return self._gather(rows_of_update(self.config))
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return rollouts of as many further environments as the run has."""
@@ -99,18 +100,23 @@ class SharedRollouts(NoCollector):
 
     def _gather(self, rows: int) -> tuple[TrajectoryBatch, Metrics]:
         started_s = time.perf_counter()
+        self._retry(self._tell, rows)
         while (chosen := self._choose(rows)) is None:
             if self._should_stop():
                 raise InterruptedError
             if not self._retry(self._poll, default=False):
                 self._weights.catch_up()
+                self._retry(self._tell, rows)
                 self._sleep(store_settings(self.config).poll_s)
         self._waited_s += time.perf_counter() - started_s
         taken = {name: self._waiting.pop(name) for name in chosen}
         self._given |= taken
         batches = [shared.batch for shared in taken.values()]
         self._metas += [meta_of(batch) for batch in batches]
-        whole = join_shards(batches, 0, self._num_groups)
+        # Steps of rejected rollouts were simulated, so they count, once.
+        whole = join_shards(batches, self._env_steps_dropped, self._num_groups)
+        self._counted_dropped += self._env_steps_dropped
+        self._env_steps_dropped = 0
         self._num_groups = int(whole["group_id"].max()) + 1
         metrics: Metrics = {
             "staleness/queue": float(len(self._waiting)),
@@ -120,20 +126,44 @@ class SharedRollouts(NoCollector):
         return whole, rollout_metrics(self._metas) | metrics
 
     def _choose(self, rows: int) -> list[str] | None:
-        """Return the oldest rollouts with so many environments; None while there are fewer."""
+        """Return rollouts with so many environments, of the oldest that add up to them; None if there are none."""
         version = self.engine.version
         for name, shared in list(self._waiting.items()):
-            if not 0 <= version - shared.began <= self.config.runner.max_staleness:
-                self._ledger.add(shared.collector, shared.number)
-                self._env_steps_dropped += int(shared.batch.meta["env_steps"])
-                self._rejected += 1
+            if shared.newest > version or version - shared.began > self.config.runner.max_staleness:
                 del self._waiting[name]
-        chosen: list[str] = []
+                self._reject(shared)
+        sums: dict[int, list[str]] = {0: []}
         for name, shared in sorted(self._waiting.items(), key=lambda item: (item[1].began, item[1].number, item[0])):
-            if shared.rows <= rows:
-                rows -= shared.rows
-                chosen.append(name)
-        return None if rows else chosen
+            for count, names in list(sums.items()):
+                if count + shared.rows <= rows:
+                    sums.setdefault(count + shared.rows, [*names, name])
+            if rows in sums:
+                return sums[rows]
+        return None
+
+    def _reject(self, shared: SharedRollout) -> None:
+        self._ledger.add(shared.collector, shared.number)
+        self._env_steps_dropped += int(shared.batch.meta["env_steps"])
+        self._rejected += 1
+
+    def _tell(self, wanted: int) -> None:
+        """Tell those who joined what counts already, and how much may wait; raises StoreError.
+
+        Args:
+            wanted: environments that are waited for.
+        """
+        ledger = Ledger.read(Fields(self._ledger.content(), "the ledger"))
+        for shared in self._given.values():  # of this update, which asks for more
+            ledger.add(shared.collector, shared.number)
+        rows = rows_of_update(self.config)
+        waiting = sum(shared.rows for shared in self._waiting.values())
+        # What waits may not add up to an update: then it takes no room.
+        spare = waiting if waiting >= wanted and self._choose(wanted) is None else 0
+        stale = self.config.runner.max_staleness
+        demand = Demand(self.engine.version, (stale + 1) * rows + spare, stale, ledger)
+        if demand != self._told:
+            demand.put(self._store)
+            self._told = demand
 
     def _poll(self) -> bool:
         """Read one new rollout, the oldest number first; return whether there was any.
@@ -154,18 +184,16 @@ class SharedRollouts(NoCollector):
         shutil.rmtree(copy, ignore_errors=True)
         shared, mark = SharedRollout.read(self._store, name, copy)
         shutil.rmtree(copy)
-        self._check(name, shared, mark)
+        if other := changes(mark.content, self._settings):
+            self._reject(shared)
+            if shared.collector not in self._warned:
+                self._warned.add(shared.collector)
+                message = "rollouts of %s are rejected: they were made with other settings: %s"
+                logger.warning(message, shared.collector, describe(other))
+            return True
+        check_policy(f"{name} in {self._store}", shared.batch, self.config)
         self._waiting[name] = shared
         return True
-
-    def _check(self, name: str, shared: SharedRollout, mark: Fields) -> None:
-        if other := changes(mark.content, self._settings):
-            hint = "let it join the run (`embodrl join`), which takes the run's settings"
-            if lost := [key for key, (_, new) in other.items() if new is ABSENT]:
-                hint += f"; this run has no {', '.join(lost)}"
-            message = f"{name} in {self._store} was made with other settings: {describe(other)}"
-            raise StoreError(message, hint, code="store-other-settings")
-        check_policy(f"{name} in {self._store}", shared.batch, self.config)
 
     def _sleep(self, seconds: float) -> None:
         until_s = time.monotonic() + seconds
@@ -177,33 +205,45 @@ class SharedRollouts(NoCollector):
         for shared in self._given.values():
             self._ledger.add(shared.collector, shared.number)
         self._given = {}
-        self._env_steps_dropped = 0
+        self._counted_dropped = 0
 
     def undo(self) -> None:
         """Give the rollouts of the current update to the next one."""
         self._waiting |= self._given
         self._given = {}
+        self._env_steps_dropped += self._counted_dropped
+        self._counted_dropped = 0
+
+    def resumed(self) -> None:
+        """Reject what weights have made that followed the checkpoint: they are lost, and others get their numbers."""
+
+        def clean() -> bool:
+            self._store.remove(DONE)  # of a run that has ended before, and goes on
+            for name in self._store.names(ROLLOUTS):
+                mark = None if self._ledger.has(*place_of(name)) else self._store.mark(name)
+                if mark is not None and mark.integer("newest") > self.engine.version:
+                    self._ledger.add(*place_of(name))
+                    self._rejected += 1
+            return True
+
+        while not (self._retry(clean, default=False) or self._should_stop()):
+            self._sleep(store_settings(self.config).poll_s)
 
     def kept(self) -> None:
-        """Tell those who joined what the newest checkpoint has taken, and remove it from the store."""
-        demand = Demand(
-            self.engine.version, rows_of_update(self.config), self.config.runner.max_staleness, self._ledger
-        )
+        """Remove what the newest checkpoint has taken from the store."""
 
-        def tell() -> None:
-            self._store.remove(DONE)  # of a run that has ended before, and goes on
-            demand.put(self._store)
+        def clean() -> None:
             for name in removable(self._store.names(ROLLOUTS), self._ledger):
                 self._store.remove(name)
 
-        self._retry(tell)
+        self._retry(clean)
 
     def state(self) -> RolloutState:
         return RolloutState(
             {
                 "ledger": self._ledger.content(),
                 "rejected": self._rejected,
-                "env_steps_dropped": self._env_steps_dropped,
+                "env_steps_dropped": self._env_steps_dropped + self._counted_dropped,
             }
         )
 

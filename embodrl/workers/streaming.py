@@ -99,27 +99,28 @@ class StreamRunner:
     def run(self, source: ShardSource, shards_a_journal: int) -> None:
         """Play until the source needs no more; the shards under way are then given back.
 
-        The simulators drop their history whenever so many shards have ended, once none is under way.
+        After so many shards none begins until all have ended, and the simulators drop their history.
         """
         ended = 0
         while not source.is_over():
             if ended < shards_a_journal:
                 self._begin(source)
             running = [slot for slot in self._slots if slot.number is not None]
-            if not running and ended >= shards_a_journal:
+            if not running:
+                source.wait()
+                continue
+            self._step()
+            over = [slot for slot in running if not slot.going.any() or slot.count == self.config.rollout_chunks]
+            ended += len(over)
+            if ended >= shards_a_journal and len(over) == len(running):
+                # Before they are reported: others may use the simulators while no shard is under way.
                 self.pool.call("rebuild", restart=True)
                 self._observation = None
                 ended = 0
-            elif not running:
-                source.wait()
-            else:
-                self._step()
-                for slot in running:
-                    if not slot.going.any() or slot.count == self.config.rollout_chunks:
-                        assert slot.number is not None
-                        source.finished(slot.number, self._batch(slot))
-                        slot.number = None
-                        ended += 1
+            for slot in over:
+                assert slot.number is not None
+                number, slot.number = slot.number, None
+                source.finished(number, self._batch(slot))
         self._give_back(source)
 
     def _give_back(self, source: ShardSource) -> None:

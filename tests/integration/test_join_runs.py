@@ -50,7 +50,8 @@ def free_port() -> int:
 
 
 def metrics_of(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / "collect_metrics.jsonl").read_text().splitlines()]
+    (path,) = directory.glob("*/collector-0/collect_metrics.jsonl")  # in the directory of the run
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def test_a_server_acts_for_the_environments_of_a_run(tmp_path: Path) -> None:
     rows = runs.metrics(run_dir)
     assert [row["iteration"] for row in rows] == list(range(5))
     assert all(row["train/behavior_weight_max"] < 10 for row in rows[1:]), "by the weights that they say"
-    versions = {int(line["collect/policy_version"]) for line in metrics_of(tmp_path / "spool" / "collector-0")}
+    versions = {int(line["collect/policy_version"]) for line in metrics_of(tmp_path / "spool")}
     assert len(versions) > 1, "the server took new weights"
 
 
@@ -159,4 +160,5 @@ def test_processes_join_a_run_leave_it_and_are_killed(tmp_path: Path) -> None:
     # Each update has eight environments of twenty rollouts or more; what was too old counts as steps alone.
     assert rows[-1]["env_steps"] == counted * STEPS and counted == 2 * 60 + state.integer("rejected")
     assert all(row["staleness/rejected_shards"] <= state.integer("rejected") for row in rows[1:])
-    assert Ledger.read(store.note(TAKEN).fields("ledger")) == ledger
+    told = Ledger.read(store.note(TAKEN).fields("ledger"))  # before the last update
+    assert all(ledger.has(name, n) for name in told.next for n in range(told.next[name]) if told.has(name, n))

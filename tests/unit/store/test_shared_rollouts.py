@@ -14,8 +14,9 @@ from embodrl.config import load_config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import ConfigError, StoreError, UsageError
 from embodrl.fields import Fields
+from embodrl.store.config import store_settings
 from embodrl.store.join import Spool, load_joined
-from embodrl.store.rollout_shards import ROLLOUTS, SETTINGS, Demand, Ledger, SharedRollout, removable
+from embodrl.store.rollout_shards import ROLLOUTS, SETTINGS, Demand, Ledger, SharedRollout, put_run, removable
 from embodrl.store.shared_rollouts import SharedRollouts, rollout_settings
 from embodrl.store.store import Store
 from embodrl.trainer.settings import approved
@@ -33,10 +34,14 @@ def config(*settings: str) -> Any:
     return load_config([*BASE, *SMALL, *BATCH, "store.url=store", *settings], verb="train").config
 
 
-def rollout(collector: str, number: int, began: int, value: float, rows: int = ROWS) -> SharedRollout:
-    """Three steps in each environment, all of whose rewards are ``value``, in one group."""
+def rollout(
+    collector: str, number: int, began: int, value: float, rows: int = ROWS, newest: int | None = None
+) -> SharedRollout:
+    """Three steps in each environment, all of whose rewards are ``value``, in one group; the last by ``newest``."""
     there = torch.ones(3, rows, 1, dtype=torch.bool)
     action_dim = config().model.action_dim
+    versions = torch.full((3, rows), began)
+    versions[-1] = began if newest is None else newest
     batch = TrajectoryBatch.from_rollout(
         forward_inputs={"state": torch.zeros(3, rows, 2)},
         final_inputs={"state": torch.zeros(3, rows, 2)},
@@ -47,7 +52,7 @@ def rollout(collector: str, number: int, began: int, value: float, rows: int = R
         valid=there,
         terminated=~there,
         truncated=~there,
-        policy_version=torch.full((3, rows), began),
+        policy_version=versions,
         task_id=torch.zeros(3, rows, dtype=torch.int64),
         group_id=torch.zeros(3, rows, dtype=torch.int64),
         success=torch.zeros(3, rows, dtype=torch.bool),
@@ -135,11 +140,65 @@ def test_a_run_that_is_to_stop_waits_no_longer(tmp_path: Path) -> None:
     assert run.counted() == {}
 
 
-def test_rollouts_that_were_made_with_other_settings_are_refused(tmp_path: Path) -> None:
+def test_rollouts_that_were_made_with_other_settings_are_rejected(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.arrive(rollout("a", 0, 0, 1.0), settings=rollout_settings(config("env.max_episode_steps=7")))
-    with raises_code("store-other-settings", StoreError, "env.max_episode_steps"):
+    run.arrive(rollout("b", 0, 0, 2.0), rollout("b", 1, 0, 3.0))
+    batch, _ = run.collector.gather(0)
+    assert batch.rewards[0, ::ROWS, 0].tolist() == [2.0, 3.0] and batch.meta["env_steps"] == 12 + 6
+    assert run.counted() == {"a": {"next": 1, "open": []}}
+
+
+def test_rollouts_of_several_sizes_add_up_to_an_update_or_take_no_room(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.arrive(rollout("a", 0, 0, 1.0, rows=3), rollout("b", 0, 0, 2.0, rows=3))
+    with pytest.raises(InterruptedError):
         run.collector.gather(0)
+    demand = Demand.of(run.store)
+    assert demand is not None and demand.room == 4 + 6 and demand.has_room(run.store, 0)
+    run.stopped = False
+    run.arrive(rollout("c", 0, 0, 3.0, rows=1))
+    batch, _ = run.collector.gather(0)
+    assert sorted(batch.rewards[0, :, 0].tolist()) == [1.0, 1.0, 1.0, 3.0]
+
+
+def test_an_update_that_asks_for_more_makes_room_for_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)  # max_staleness=0: the rollouts of an update take all the room
+    run.arrive(*(rollout("a", number, 0, float(number)) for number in range(2)))
+    run.collector.gather(0)
+    with pytest.raises(InterruptedError):
+        run.collector.gather_more(0, 1)
+    demand = Demand.of(run.store)
+    assert demand is not None and demand.has_room(run.store, 0)
+    run.stopped = False
+    run.arrive(*(rollout("b", number, 0, float(number)) for number in range(2)))
+    more, _ = run.collector.gather_more(0, 1)
+    assert more.batch_size[1] == 4 and more["group_id"].min() == 2, "groups of one update are all different"
+
+
+def test_a_run_that_went_back_rejects_what_followed_its_checkpoint(tmp_path: Path) -> None:
+    run = Run(tmp_path, "runner.max_staleness=1", "algorithm.decoupled.enabled=true")
+    run.restart(3)
+    run.arrive(rollout("a", 0, 3, 1.0), rollout("a", 1, 3, 2.0, newest=4), rollout("b", 0, 3, 3.0))
+    run.collector.resumed()
+    assert run.counted() == {"a": {"next": 2, "open": [0]}}
+    assert run.values() == [1.0, 3.0]
+
+
+def test_an_outage_while_the_trainer_tells_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.arrive(rollout("a", 0, 0, 1.0))
+    put = Demand.put
+    outage = StoreError("away", "", code="store-unreachable")
+
+    def fail_once(demand: Demand, store: Store) -> None:
+        monkeypatch.setattr(Demand, "put", put)
+        raise outage
+
+    monkeypatch.setattr(Demand, "put", fail_once)
+    with pytest.raises(InterruptedError):
+        run.collector.gather(0)
+    assert Demand.of(run.store) is not None, "told again while it waited"
 
 
 def test_what_a_checkpoint_has_taken_leaves_the_store_but_for_the_newest_of_each(tmp_path: Path) -> None:
@@ -148,11 +207,12 @@ def test_what_a_checkpoint_has_taken_leaves_the_store_but_for_the_newest_of_each
     run.collector.gather(0)
     run.collector.update_weights([], 1)
     run.collector.kept()
-    assert run.counted() == {"a": {"next": 1, "open": []}, "b": {"next": 1, "open": []}}
+    with pytest.raises(InterruptedError):
+        run.collector.gather(1)
     assert run.store.names(ROLLOUTS) == [f"{ROLLOUTS}/{name}" for name in ("a-000001", "a-000002", "b-000000")]
     demand = Demand.of(run.store)
-    assert demand is not None and (demand.version, demand.rows, demand.max_staleness) == (1, 4, 0)
-    assert demand.ledger.content() == run.counted()
+    assert demand is not None and (demand.version, demand.room, demand.max_staleness) == (1, 4, 0)
+    assert demand.ledger.content() == run.counted() == {"a": {"next": 3, "open": []}, "b": {"next": 1, "open": []}}
     for collector, expected in (("a", 3), ("b", 1), ("c", 0)):
         spool = Spool(run.store, tmp_path / "elsewhere", collector)
         assert spool.next_number(demand) == expected, "numbers go on without the directory that made them"
@@ -162,11 +222,11 @@ def test_who_joined_may_begin_while_fewer_environments_wait_than_the_bound(tmp_p
     run = Run(tmp_path)
     ledger = Ledger()
     ledger.add("a", 0)
-    demand = Demand(version=2, rows=4, max_staleness=1, ledger=ledger)
+    demand = Demand(version=2, room=8, max_staleness=1, ledger=ledger)
     assert not demand.has_room(run.store, 0), "its weights are too old"
     assert demand.has_room(run.store, 1)
-    # Counted are 2 of a-2, 2 of a-3 and 2 of b-0; a-0 was taken, a-1 is too old. Two updates need 8.
-    run.arrive(*(rollout("a", number, began, 0.0) for number, began in enumerate((1, 0, 1, 2))))
+    # Counted are 2 of a-2, 2 of a-3 and 2 of b-0; a-0 was taken, a-1 is too old, and a-4 is of lost weights.
+    run.arrive(*(rollout("a", number, began, 0.0) for number, began in enumerate((1, 0, 1, 2, 3))))
     run.arrive(rollout("b", 0, 2, 0.0))
     assert demand.has_room(run.store, 2)
     run.arrive(rollout("b", 1, 2, 0.0))
@@ -188,7 +248,6 @@ def test_a_ledger_by_hand() -> None:
     ("key", "settings"),
     [
         ("runner.save_interval", ("runner.save_interval=2",)),
-        ("runner.save_interval", ("runner.save_interval=0",)),
         ("reward.fn", ("reward.fn=math:isfinite",)),
         ("algorithm.branch.enabled", ("algorithm.branch.enabled=true", "algorithm.group_size=2")),
         ("env.train.failed_seed_fraction", ("env.train.failed_seed_fraction=0.5",)),
@@ -204,26 +263,35 @@ def test_what_does_not_go_with_rollouts_of_others_is_refused(key: str, settings:
 def test_a_run_is_joined_by_its_store_with_its_own_settings(tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     with raises_code("store-missing", StoreError):
-        load_joined(str(tmp_path))
+        load_joined(str(tmp_path), [])
     store.create()
     with raises_code("store-no-run", StoreError):
-        load_joined(store.url)
-    trained = load_config([*BASE, *SMALL, *BATCH, "store.url=/elsewhere", "extensions=[json]"], verb="train")
-    store.put_note(SETTINGS, {"config": approved(trained.to_yaml())})
+        load_joined(store.url, [])
+    trained = load_config([*BASE, *SMALL, *BATCH, "store.url=/elsewhere", "extensions=[stop_at]"], verb="train")
+    put_run(store, approved(trained.to_yaml()))
     here = load_joined(store.url, ["store.collector=left", "env.train.total_num_envs=2"]).config
     assert here.store_url == store.url and here.env.train.total_num_envs == 2
     assert rollout_settings(here) == rollout_settings(trained.config)
-    store.put_note(SETTINGS, {"config": trained.to_yaml()})
+    for wrong in ("env.max_episode_steps=7", "env.train.total_num_envs=3"):
+        with raises_code("store-other-settings", UsageError):
+            load_joined(store.url, [wrong])
+    put_run(store, trained.to_yaml())
+    again = load_joined(store.url, [], trust=True).config
+    assert again.extensions == ("stop_at",)
+    assert store_settings(again).spool_dir == store_settings(here).spool_dir, "the run goes on"
     with pytest.raises(ConfigError) as caught:
-        load_joined(store.url)
+        load_joined(store.url, [])
     assert [problem.code for problem in caught.value.problems] == ["settings-run-code"]
-    assert load_joined(store.url, trust=True).config.extensions == ("json",)
+    store.remove(SETTINGS)
+    put_run(store, approved(trained.to_yaml()))
+    other = load_joined(store.url, []).config
+    assert store_settings(other).spool_dir != store_settings(here).spool_dir, "another run has another spool"
 
 
 def test_a_run_without_a_store_is_not_joined(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(load_config([*BASE, *SMALL, *BATCH]).to_yaml())
     with raises_code("store-none", UsageError):
-        load_joined(str(tmp_path))
+        load_joined(str(tmp_path), [])
 
 
 def test_numbers_of_rollouts_state_round_trip(tmp_path: Path) -> None:

@@ -111,10 +111,20 @@ def test_an_update_takes_what_has_ended_while_others_go_on(started: Any) -> None
 def test_simulators_forget_their_history_between_episodes(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("embodrl.workers.async_collector._SHARDS_A_JOURNAL", 2)
     parts = started("runner.max_iterations=5")
+    call = parts.pool.call
+    running: list[int] = []
+
+    def noted(method: str, *arguments: Any, **options: Any) -> Any:
+        if method == "rebuild":
+            running.append(len(parts.worker.gate.running))
+        return call(method, *arguments, **options)
+
+    parts.pool.call = noted
     for version in range(5):
         parts.worker.gather(version)
         parts.worker.update_weights([], version + 1)
     assert parts.pool.envs[0].num_rebuilds == 2, "twenty shards of four environments, a rebuild after every eight"
+    assert all(running), "nobody else, such as an evaluation, may use the simulators meanwhile"
 
 
 def test_all_begin_again_when_a_simulator_was_lost_between_two_chunks(started: Any) -> None:
