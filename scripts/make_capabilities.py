@@ -202,8 +202,9 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_async_runs.py"
                 "::test_a_run_killed_at_random_moments_continues_without_losing_or_repeating_a_rollout",
                 "integration/test_rollout_processes.py::test_ahead_of_training",
+                "unit/workers/test_streaming.py::test_an_update_takes_what_has_ended_while_others_go_on",
             ),
-            "a shard is the rollout of a whole stage: an update does not begin on single episodes; the bound is fixed",
+            "single episodes (`rollout.streaming`) in the main process alone; the bound is fixed",
         ),
         Row(
             "Rewards while rollouts continue, in any process",
@@ -220,8 +221,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "Asynchronous training with vLLM",
             "AReaL",
-            "plan train rollout=vllm runner.max_staleness=1",
-            remains="vLLM takes new weights between rollouts",
+            "plan train rollout=vllm runner.max_staleness=1 algorithm.decoupled.enabled=true",
+            (
+                "vllm/test_vllm_runs.py::test_vllm_acts_ahead_of_training",
+                "integration/test_remote_rollout_runs.py::test_a_server_acts_ahead_of_training",
+            ),
+            "between two chunks, not between two tokens; on CPUs",
         ),
         Row(
             "Simulators without a state, such as robots",
@@ -238,17 +243,19 @@ SECTIONS: dict[str, list[Row]] = {
             "AReaL, Prime-RL",
             "train 'cluster.component_placement={actor:0,rollout:\"0:0-1\",env:0}' env.num_processes=8",
             ("integration/test_rollout_processes.py::test_a_rollout_process_that_is_killed_plays_again",),
-            "they are replaced; none can join or leave a run that is under way",
+            "they are replaced; others can join and leave a run with `store.url` alone",
         ),
         Row(
             "Collectors that join and leave, over a store",
             "Prime-RL",
-            "",
+            "plan train env=maniskill model=openvla store.url=/data/run runner.max_staleness=1 runner.save_interval=1"
+            " algorithm.decoupled.enabled=true",
             (
                 "integration/test_store_runs.py::test_no_episode_is_lost_or_counted_twice",
                 "integration/test_store_runs.py::test_a_killed_run_learns_by_reward_from_each_episode_once",
+                "integration/test_join_runs.py::test_processes_join_a_run_leave_it_and_are_killed",
             ),
-            "imitation, SAC and RLPD; no policy-gradient loss",
+            "rewards of models or functions are not paid there",
         ),
         Row(
             "Evaluation beside training",
