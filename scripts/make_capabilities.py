@@ -255,7 +255,7 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_store_runs.py::test_a_killed_run_learns_by_reward_from_each_episode_once",
                 "integration/test_join_runs.py::test_processes_join_a_run_leave_it_and_are_killed",
             ),
-            "rewards of models or functions are not paid there",
+            "not with branches, nor with robots by reward",
         ),
         Row(
             "Evaluation beside training",

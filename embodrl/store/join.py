@@ -39,6 +39,8 @@ from embodrl.workers.collector import EpisodeSchedule, rollout_metrics
 from embodrl.workers.env import check_environments, make_pool
 from embodrl.workers.lockstep import Shard, meta_of
 from embodrl.workers.parts import make_acting, prepare_acting
+from embodrl.workers.recorders import Judging
+from embodrl.workers.reward import RewardWorker
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,7 @@ class RolloutWriter:
     Args:
         engine: acts; another thread gives it newer weights.
         runner: all environments of this process.
+        rewards: judges the episodes; None without a reward function or model.
         pause: called while there is nothing to do.
         first: number of the first rollout.
         is_ready: returns whether the engine has weights of the run; raises StoreError if another process has the name.
@@ -151,6 +154,7 @@ class RolloutWriter:
         config: Config,
         engine: RolloutEngine,
         runner: EpisodeRunner,
+        rewards: RewardWorker | None,
         store: Store,
         spool: Spool,
         pause: Callable[[], None],
@@ -161,6 +165,7 @@ class RolloutWriter:
         self.config = config
         self.engine = engine
         self.runner = runner
+        self.rewards = rewards
         self.store = store
         self.spool = spool
         self.pause = pause
@@ -188,9 +193,10 @@ class RolloutWriter:
             began = self.engine.version
             try:
                 batch = self._roll_out(self.next, should_stop)
+                rewards = None if self.rewards is None else self.rewards.detach(batch, should_stop)
             except InterruptedError:
                 return
-            self.spool.add(SharedRollout(self.name, self.next, began, batch), settings)
+            self.spool.add(SharedRollout(self.name, self.next, began, batch, rewards), settings)
             self.next += 1
             metrics = rollout_metrics([meta_of(batch)])
             self.log({"iteration": self.next, **metrics, "collect/policy_version": self.engine.version})
@@ -256,7 +262,13 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         follower = WeightFollower(source, weights, lambda: download_versions(store, weights))
         follower.start()
         closing.callback(follower.stop)
-        (runner,) = make_runners(config, pool, engine)
+        rewards = RewardWorker(config, tuple(pool.spec.tasks)) if config.reward.judged else None
+        judging = Judging(keep_frames=config.algorithm.srpo.enabled)  # which the trainer compares
+        if rewards is not None:
+            closing.callback(rewards.close)
+            rewards.check(pool.spec)
+            judging = rewards.judging
+        (runner,) = make_runners(config, pool, engine, judging)
         spool = Spool(store, directory, settings.collector)
         first = spool.next_number(Demand.of(store))
         logged = (config.runner.logger, first or None, config.model_dump())
@@ -273,7 +285,7 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
             while time.monotonic() < until_s and not stop:
                 time.sleep(min(_LOOK_S, settings.poll_s))
 
-        writer = RolloutWriter(config, engine, runner, store, spool, pause, first, is_ready, metrics.log)
+        writer = RolloutWriter(config, engine, runner, rewards, store, spool, pause, first, is_ready, metrics.log)
         say(f"gathering for the run of {store} as {settings.collector}")
         stop.can_save("the same command continues; the rollout under way is made again")
         writer.run(lambda: bool(stop), lambda count, note: say(f"rollout {count}: {note}"))

@@ -20,6 +20,7 @@ from embodrl.fields import Fields
 from embodrl.storage.json_file import write_json_file
 from embodrl.store.shards import place_of
 from embodrl.store.store import Store
+from embodrl.workers.reward import DetachedRewards, Outcome
 from embodrl.workers.saved_rollouts import load_rollout, save_rollout
 
 ROLLOUTS = "rollouts"
@@ -117,12 +118,18 @@ def rows_of_update(config: Config) -> int:
 
 @dataclass(frozen=True)
 class SharedRollout:
-    """A rollout: its collector and number, the version of the weights when it began, and the batch."""
+    """A rollout.
+
+    Attributes:
+        began: version of the weights when it began.
+        rewards: of the run's reward function or model; None without one.
+    """
 
     collector: str
     number: int
     began: int
     batch: TrajectoryBatch
+    rewards: DetachedRewards | None = None
 
     @property
     def rows(self) -> int:
@@ -138,7 +145,8 @@ class SharedRollout:
         """Write it into a directory, with the settings that made it; raises OutputError."""
         save_rollout(directory / FILE, self.batch, {})
         facts = {"began": self.began, "newest": self.newest, "rows": self.rows}
-        write_json_file(directory / MARK, {**facts, **record_of(settings)})
+        paid = {} if self.rewards is None else {"rewards": self.rewards["outcomes"]}
+        write_json_file(directory / MARK, {**facts, **paid, **record_of(settings)})
 
     @classmethod
     def read(cls, store: Store, name: str, directory: Path) -> tuple[Self, Fields]:
@@ -150,7 +158,18 @@ class SharedRollout:
         """
         mark = store.get(name, directory)
         batch, _ = load_rollout(directory / FILE)
-        return cls(*place_of(name), mark.integer("began"), batch), mark
+        return cls(*place_of(name), mark.integer("began"), batch, _rewards(mark)), mark
+
+
+def _rewards(mark: Fields) -> DetachedRewards | None:
+    if "rewards" not in mark:
+        return None
+    outcomes: list[Outcome] = []
+    for one in mark.objects("rewards"):
+        paid = one.numbers("reward") if isinstance(one.content.get("reward"), list) else one.number("reward", None)
+        told = (one.text("error"), one.text("hint"))
+        outcomes.append({"reward": paid, "error": told[0], "hint": told[1], "failed": one.integer("failed")})
+    return {"outcomes": outcomes, "waited_s": 0.0}
 
 
 def run_of(store: Store) -> tuple[str, str]:

@@ -20,12 +20,9 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.own_process", None, "evaluates in the main process"),
     ("rollout.replay", None, "has no rollouts of its own"),
     ("rollout.publish_weights", False, "publishes its weights in the store"),
-    ("reward.fn", None, "takes its rewards from the collectors"),
-    ("reward.model", None, "takes its rewards from the collectors"),
     ("model.small_actor.kind", None, "reads executed actions"),
     ("env.train.start_from_demos", None, "starts no episodes"),
     ("env.enable_offload", False, "has no simulators while it trains"),
-    ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
     ("algorithm.off_policy.intervention_device", None, "is corrected where collectors are (store.intervention)"),
     ("rollout.pipeline_stages", 1, "has no rollouts of its own"),
     ("rollout.streaming", False, "takes whole rollouts"),
@@ -36,6 +33,9 @@ OF_EPISODES: tuple[tuple[str, object, str], ...] = (
     ("runner.max_staleness", 0, "takes episodes of any weights"),
     ("rollout.workflow", None, "has no rollouts of its own"),
     ("algorithm.group_size", 1, "compares no episodes"),
+    ("reward.fn", None, "takes its rewards from the collectors"),
+    ("reward.model", None, "takes its rewards from the collectors"),
+    ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
 )
 """The same, if it fills a replay buffer."""
 OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (

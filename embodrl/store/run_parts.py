@@ -55,16 +55,18 @@ def build(
     weights = PublishedWeights(store, session.directory / PUBLISHED_DIR, policy)
     put_run(store, approved(session.loaded.to_yaml()))
 
+    rewards = RewardWorker(config, config.env.tasks)
+    closing.callback(rewards.close)
+
     def collector(config: Config, engine: RolloutEngine) -> StoreCollector | SharedRollouts:
         if LOSSES.entry(config.algorithm.loss_type).off_policy:
             reader, check = _episodes(session, store)
             return StoreCollector(config, engine, reader, weights, check, should_stop)
-        return SharedRollouts(config, engine, store, session.directory / "shards", weights, should_stop)
+        return SharedRollouts(config, engine, store, session.directory / "shards", weights, rewards, should_stop)
 
     log_dir = session.directory / "logs"
     rollouts = StoreBackend(config, acting, deployment.of("env"), log_dir, should_stop, collector, weights=weights)
     closing.callback(rollouts.close)
-    rewards = RewardWorker(config, config.env.tasks)
     if not LOSSES.entry(config.algorithm.loss_type).off_policy:
         return Parts(policy, engine, rollouts, rewards, **learning(config, policy, engine, None, on_step))
     stores = make_stores(config, policy)

@@ -32,6 +32,7 @@ from embodrl.store.store import Retry, Store
 from embodrl.workers.async_collector import PLAYERS, join_shards, shard_settings
 from embodrl.workers.collector import Metrics, NoCollector, RolloutState, rollout_metrics
 from embodrl.workers.lockstep import ShardMeta, meta_of
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.saved_rollouts import check_policy
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ class SharedRollouts(NoCollector):
     Args:
         directory: for copies of rollouts while they are read.
         weights: are uploaded again after an outage.
+        rewards: gets the rewards that came with the rollouts.
         should_stop: polled while waiting.
     """
 
@@ -66,12 +68,14 @@ class SharedRollouts(NoCollector):
         store: Store,
         directory: Path,
         weights: PublishedWeights,
+        rewards: RewardWorker,
         should_stop: Callable[[], bool],
     ) -> None:
         super().__init__(config, engine)
         self._store = store
         self._directory = directory
         self._weights = weights
+        self._rewards = rewards
         self._should_stop = should_stop
         self._retry = Retry(logger.warning)
         self._settings = rollout_settings(config)
@@ -192,6 +196,8 @@ class SharedRollouts(NoCollector):
                 logger.warning(message, shared.collector, describe(other))
             return True
         check_policy(f"{name} in {self._store}", shared.batch, self.config)
+        if shared.rewards is not None:
+            self._rewards.adopt(shared.batch, shared.rewards)
         self._waiting[name] = shared
         return True
 

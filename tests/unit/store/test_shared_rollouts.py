@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from embodrl.trainer.settings import approved
 from embodrl.workers.collector import RolloutState
 from embodrl.workers.outcomes import EpisodeStats
 from embodrl.workers.play import Seconds
+from embodrl.workers.reward import RewardWorker, _outcome
 
 BASE = ("env=toy", "model=mlp", "algorithm=ppo_gaussian", "env.state=full", "env.tasks=[reach-red]")
 SMALL = ("env.train.total_num_envs=4", "env.num_processes=1", "store.poll_s=0.001", "runner.save_interval=1")
@@ -78,8 +80,9 @@ class Run:
 
         engine: Any = SimpleNamespace(version=version, update_weights=update_weights)
         weights: Any = SimpleNamespace(catch_up=lambda: setattr(self, "stopped", True))
+        self.rewards = RewardWorker(self.config, ("reach-red",))
         self.collector = SharedRollouts(
-            self.config, engine, self.store, self.directory / "copies", weights, lambda: self.stopped
+            self.config, engine, self.store, self.directory / "copies", weights, self.rewards, lambda: self.stopped
         )
 
     def arrive(self, *rollouts: SharedRollout, settings: dict[str, object] | None = None) -> None:
@@ -233,6 +236,21 @@ def test_who_joined_may_begin_while_fewer_environments_wait_than_the_bound(tmp_p
     assert not demand.has_room(run.store, 2)
 
 
+def test_rewards_come_with_the_rollouts_that_were_judged(tmp_path: Path) -> None:
+    run = Run(tmp_path, "reward.fn=math:isfinite")
+    for number in range(2):
+        shared = rollout("a", number, 0, 0.0)
+        ids = torch.full((3, ROWS), -1)
+        ids[-1] = torch.arange(ROWS)
+        shared.batch.call_id = ids
+        shared.batch.truncated = torch.zeros(3, ROWS, 1, dtype=torch.bool)
+        outcomes = [_outcome(torch.tensor(2.0 * number + row), 0) for row in range(ROWS)]
+        run.arrive(replace(shared, rewards={"outcomes": outcomes, "waited_s": 1.0}))
+    batch, _ = run.collector.gather(0)
+    run.rewards.apply(batch)
+    assert batch.rewards.sum((0, 2)).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_a_ledger_by_hand() -> None:
     ledger = Ledger()
     for number in (0, 3, 2):
@@ -248,7 +266,6 @@ def test_a_ledger_by_hand() -> None:
     ("key", "settings"),
     [
         ("runner.save_interval", ("runner.save_interval=2",)),
-        ("reward.fn", ("reward.fn=math:isfinite",)),
         ("algorithm.branch.enabled", ("algorithm.branch.enabled=true", "algorithm.group_size=2")),
         ("env.train.failed_seed_fraction", ("env.train.failed_seed_fraction=0.5",)),
         ("rollout.pipeline_stages", ("rollout.pipeline_stages=2", "env.num_processes=2")),
