@@ -35,7 +35,7 @@ from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout_backend import make_collector
+from embodrl.workers.rollout_backend import acting_policy, make_collector
 
 ITERATIONS = 6
 # Iterations before time is taken, beyond those whose rollouts were begun by the first weights.
@@ -77,7 +77,7 @@ def build(config: Config, pool: EnvPool) -> Sides:
     policy, cores = build_policy(config), num_threads(config)
     ahead = config.runner.max_staleness > 0
     engine = NativeTrainEngine(policy, EngineOptions(config.actor, 1000, may_be_stale=ahead), policy.device, cores)
-    acting = make_rollout_engine(config, policy, cores)
+    acting = make_rollout_engine(config, acting_policy(config, policy), cores)
     source = make_collector(config, pool, acting, lambda: False, RewardWorker(config, tuple(pool.spec.tasks)))
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))
 

@@ -12,6 +12,7 @@ VERBS = {
     "explain": "embodrl.tools.explain.spec:VERB",
     "export": "embodrl.tools.export.spec:VERB",
     "import": "embodrl.tools.importers.spec:VERB",
+    "join": "embodrl.store.spec:JOIN",
     "label": "embodrl.workers.rewards.spec:LABEL",
     "list": "embodrl.tools.listing.spec:VERB",
     "model": "embodrl.tools.model_tools.spec:VERB",

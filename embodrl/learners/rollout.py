@@ -260,6 +260,8 @@ class RolloutLearner(Learner):
             raise InterruptedError
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
+        if node.role == "sync":
+            self._publish()  # first: servers that act meanwhile are asked for the new version at once
         self.is_updating = self.is_updating or node.role in CHANGES
         self._show_phase(node.name, node.role)
 

@@ -19,6 +19,7 @@ class Progress:
     """Shows the progress of a long task.
 
     Args:
+        total: number of units; 0 if unknown.
         mode: auto, rich, plain or off; auto is rich on a terminal.
         is_even: units take about the same time, so that a rate and the remaining time can be shown.
     """
@@ -27,7 +28,7 @@ class Progress:
         self.title = title
         self.total = total
         self.unit = unit
-        self.is_even = is_even
+        self.is_even = is_even and total > 0
         self._out = safe_console()
         self.mode = ("rich" if self._out.is_terminal else "plain") if mode == "auto" else mode
         self._start_s = self._last_s = time.monotonic()
@@ -53,7 +54,7 @@ class Progress:
                 console=self._out,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total, note="", speed="")
+            self._task = self._bar.add_task(self.title, total=self.total or None, note="", speed="")
         return self
 
     def update(self, done: int, note: str = "") -> None:
@@ -62,13 +63,17 @@ class Progress:
         rate = (done - self._first) / max(now_s - self._start_s, 1e-9)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, note=note, speed=f"{rate:.1f}/s")
-        elif self.mode == "plain" and (now_s - self._last_s >= PLAIN_INTERVAL_S or done >= self.total):
-            if done >= self.total and self._last_s == float("inf"):
+        elif self.mode == "plain" and (now_s - self._last_s >= PLAIN_INTERVAL_S or self._is_over(done)):
+            if self._is_over(done) and self._last_s == float("inf"):
                 return
             eta = f"{(self.total - done) / rate:.0f} s" if rate > 0 else "unknown"
+            of = f"/{self.total}" if self.total else ""
             speed = f", {rate:.1f}/s, ETA {eta}" if self.is_even else ""
-            self._print(f"{self.title}: {done}/{self.total} {self.unit}{speed}  {note}")
-            self._last_s = now_s if done < self.total else float("inf")
+            self._print(f"{self.title}: {done}{of} {self.unit}{speed}  {note}")
+            self._last_s = float("inf") if self._is_over(done) else now_s
+
+    def _is_over(self, done: int) -> bool:
+        return 0 < self.total <= done
 
     @contextmanager
     def within(self, title: str, total: int, unit: str) -> Iterator[Progress]:

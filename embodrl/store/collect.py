@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -298,10 +299,11 @@ def spool_id(spool: Path) -> str:
         return read_regular_file(path, MAX_ID).decode()
 
 
-def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
+def collect(loaded: LoadedConfig, say: Callable[[str], None] = print, endless: bool = False) -> int:
     """Collect episodes until ``collect.num_episodes``, the trainer's end, or a signal; return the exit code.
 
-    Episodes that could not be copied to the store stay in ``store.spool_dir``; the same command resumes with them.
+    ``endless`` ignores ``collect.num_episodes``. Episodes that could not be copied to the store stay in
+    ``store.spool_dir``; the same command resumes with them.
 
     Raises:
         EmbodrlError: a requirement is missing, or the disk is full.
@@ -332,8 +334,8 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         shards = ShardWriter(store, spool, settings.collector, make_writer, size, meta)
         closing.callback(Retry(logger.warning), lease.release)  # not if another process owns the spool
         closing.callback(shards.close)
-        engine = make_acting(config)
-        directory = spool / "weights"
+        directory = spool.resolve() / "weights"
+        engine = make_acting(config, weights_dir=directory)
         follower = WeightFollower(WeightSource(engine), directory, lambda: download_versions(store, directory))
         follower.start()
         closing.callback(follower.stop)
@@ -347,10 +349,9 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         uploads = Uploads(store, shards, lease, settings.poll_s)
         say(f"collecting into {store} as {settings.collector}, from episode {collector.finished}")
         stop.can_save("the same command continues with the episodes that are finished")
-        progress = closing.enter_context(
-            Progress("collect", collecting.num_episodes, "episodes", config.runner.logger.console)
-        )
-        collector.run(collecting.num_episodes, lambda: bool(stop) or uploads.is_over(), progress.update)
+        total = 0 if endless else collecting.num_episodes
+        progress = closing.enter_context(Progress("collect", total, "episodes", config.runner.logger.console))
+        collector.run(total or sys.maxsize, lambda: bool(stop) or uploads.is_over(), progress.update)
         with stop.saving():
             uploads.close()
             shards.finish(collector.progress())

@@ -98,7 +98,8 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
         closing.callback(pool.close)
         pool.start()
-        engine = make_acting(config)
+        directory = (Path(store_settings(config).spool_dir) / "evaluator" / "weights").resolve()
+        engine = make_acting(config, weights_dir=directory)
         evaluator = Evaluator(config, pool, engine, should_stop=lambda: bool(stop))
         progress = Progress("eval", evaluator.num_plays, "episodes", config.runner.logger.console)
         closing.enter_context(progress)
@@ -120,7 +121,6 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
             time.sleep(min(store_settings(config).poll_s, 1.0))
 
         stop.can_save("the same command continues with the newest version")
-        directory = Path(store_settings(config).spool_dir) / "evaluator" / "weights"
         say(f"evaluating the versions in {store}")
         try:
             VersionEvaluator(store, WeightSource(engine), directory, measure, pause).run(lambda: bool(stop), say)

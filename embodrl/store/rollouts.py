@@ -28,6 +28,7 @@ from embodrl.store.config import store_settings
 from embodrl.store.learner import PublishedWeights
 from embodrl.store.parts import DONE
 from embodrl.store.shards import ShardPart, ShardReader
+from embodrl.store.shared_rollouts import SharedRollouts
 from embodrl.store.store import Retry
 from embodrl.types import Observation
 from embodrl.workers.collector import Metrics, NoCollector, RolloutState
@@ -119,18 +120,20 @@ class StoreCollector(NoCollector):
 class StoreBackend(OfflineBackend):
     """Gathers from a store; simulators start with the first evaluation. Each saved version is published there."""
 
-    collector: StoreCollector
-
     def __init__(self, *arguments: object, weights: PublishedWeights, **keywords: object) -> None:
         super().__init__(*arguments, **keywords)  # type: ignore[arg-type]
         self._weights = weights
 
     def restored(self, engine: TrainEngine) -> None:
         self._weights.drop_newer(engine.version)
+        if isinstance(self.collector, SharedRollouts):
+            self.collector.resumed()
         self.saved(engine)
 
     def saved(self, engine: TrainEngine) -> None:
         self._weights.publish(engine, engine.version)
+        if isinstance(self.collector, SharedRollouts):
+            self.collector.kept()
 
     def finish(self, version: int, is_to_stop: Callable[[], bool]) -> None:
         self._weights.finish(version, is_to_stop, store_settings(self.config).poll_s)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, path_kind, value_of
 from embodrl.config.rules.real_time import person_can_correct
-from embodrl.config.schema import DEVICES
+from embodrl.config.schema import DEVICES, Config
 from embodrl.envs.robot.spec import EXPERT
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import LOSSES
@@ -18,36 +18,46 @@ ROBOT = "robot"
 NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.backend", "native", "evaluates in the main process"),
     ("rollout.own_process", None, "evaluates in the main process"),
-    ("rollout.workflow", None, "has no rollouts of its own"),
     ("rollout.replay", None, "has no rollouts of its own"),
     ("rollout.publish_weights", False, "publishes its weights in the store"),
-    ("runner.max_staleness", 0, "takes episodes of any weights"),
-    ("reward.fn", None, "takes its rewards from the collectors"),
-    ("reward.model", None, "takes its rewards from the collectors"),
     ("model.small_actor.kind", None, "reads executed actions"),
     ("env.train.start_from_demos", None, "starts no episodes"),
     ("env.enable_offload", False, "has no simulators while it trains"),
-    ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
-    ("algorithm.group_size", 1, "compares no episodes"),
     ("algorithm.off_policy.intervention_device", None, "is corrected where collectors are (store.intervention)"),
     ("rollout.pipeline_stages", 1, "has no rollouts of its own"),
+    ("rollout.streaming", False, "takes whole rollouts"),
     ("runner.save_rollouts", False, "has its rollouts in the store"),
 )
 """What a training run from a store needs of other settings, and why."""
+OF_EPISODES: tuple[tuple[str, object, str], ...] = (
+    ("runner.max_staleness", 0, "takes episodes of any weights"),
+    ("rollout.workflow", None, "has no rollouts of its own"),
+    ("algorithm.group_size", 1, "compares no episodes"),
+    ("reward.fn", None, "takes its rewards from the collectors"),
+    ("reward.model", None, "takes its rewards from the collectors"),
+    ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
+)
+"""The same, if it fills a replay buffer."""
+OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (
+    ("algorithm.branch.enabled", False, "takes whole episodes"),
+    ("env.train.failed_seed_fraction", 0, "has no list of failed seeds"),
+)
+"""The same, if it learns from rollouts."""
 
 
 @RULES.rule(URL, "algorithm", "rollout", "reward", "runner", "model", "env", "cluster")
-def a_store_feeds_a_replay_buffer(context: Context) -> Iterator[Finding]:
-    """`embodrl train` learns from a store by algorithms with a replay buffer; what it would ignore is refused."""
+def training_from_a_store_is_possible(context: Context) -> Iterator[Finding]:
+    """`embodrl train` learns from episodes or rollouts of a store; what it would ignore is refused."""
     config = context.config
     if context.verb not in ("train", "plan") or store_settings(config).url is None:
         return
     loss = LOSSES.entry(config.algorithm.loss_type) if config.algorithm.loss_type in LOSSES else None
-    if loss is not None and (not loss.off_policy or loss.imitates):
-        message = f"is set, and loss_type '{loss.name}' does not learn from a replay buffer by reward"
-        hint = "choose algorithm=sac or rlpd, or imitate what is solved: `embodrl store train`"
+    if loss is not None and (loss.parts is not None or loss.imitates):
+        message = f"is set, and loss_type '{loss.name}' does not learn by reward from what others gather"
+        hint = "choose algorithm=ppo, grpo, sac or rlpd, or imitate what is solved: `embodrl store train`"
         yield Finding(URL, message, hint, "null", others=("algorithm.loss_type",))
-    for key, wanted, reason in NEEDS:
+    is_replayed = loss is not None and loss.off_policy
+    for key, wanted, reason in (*NEEDS, *(OF_EPISODES if is_replayed else OF_ROLLOUTS)):
         if value_of(config, key) != wanted:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"training from a store {reason}", f"set it to {shown}", shown, others=(URL,))
@@ -55,7 +65,9 @@ def a_store_feeds_a_replay_buffer(context: Context) -> Iterator[Finding]:
         message = "is a robot, which evaluations of the trainer would drive beside its collector"
         hint = "imitate corrections: `embodrl store train`"
         yield Finding("env.env_type", message, hint, "a simulator", others=(URL,))
-    if config.env.reward_mode == "potential" and config.model.num_action_chunks > 1:
+    if not is_replayed:
+        yield from _new_weights_come_in_time(config)
+    if is_replayed and config.env.reward_mode == "potential" and config.model.num_action_chunks > 1:
         message = "is discounted by chunks in rollouts, and by actions in what collectors record"
         hint = "set model.num_action_chunks=1, or another reward"
         yield Finding("env.reward_mode", message, hint, "dense_delta, dense, sparse", others=(URL,))
@@ -63,6 +75,14 @@ def a_store_feeds_a_replay_buffer(context: Context) -> Iterator[Finding]:
         message = "training from a store evaluates in the main process"
         hint = "keep the default placement of rollout, and cluster.launcher=process"
         yield Finding("cluster.component_placement", message, hint, others=(URL,))
+
+
+def _new_weights_come_in_time(config: Config) -> Iterator[Finding]:
+    most = config.runner.max_staleness + 1
+    if not 1 <= config.runner.save_interval <= most:
+        message = f"weights reach the store with each checkpoint, but rollouts may be {most - 1} updates old at most"
+        hint = f"set it to {most} or less, or raise runner.max_staleness"
+        yield Finding("runner.save_interval", message, hint, f"1 to {most}", others=(URL, "runner.max_staleness"))
 
 
 @RULES.rule("store.intervention", "env.real_time", "env.env_type", "env.tasks", "algorithm.dagger")

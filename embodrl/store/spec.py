@@ -1,4 +1,4 @@
-"""The verbs `embodrl store`. Read by `embodrl --help`, so it names modules without importing them."""
+"""The verbs `embodrl store` and `join`. Read by `embodrl --help`, so it names modules without importing them."""
 
 from __future__ import annotations
 
@@ -11,4 +11,10 @@ VERB = VerbSpec(
     sections={"store": "embodrl.store.config:StoreConfig"},
     rules=("embodrl.store.rules:RULES",),
     resumes={"store_metrics.jsonl": "embodrl.store.train:resume"},
+)
+JOIN = VerbSpec(
+    name="join",
+    target="embodrl.cli.join:join",
+    description="Gather for a run with store.url, beside others, until it ends.",
+    reads_as="store",
 )

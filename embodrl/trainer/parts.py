@@ -59,7 +59,7 @@ from embodrl.workers.remote_backend import (
     sends_weights,
 )
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.rollout_backend import LocalBackend, evaluator_class, make_collector
+from embodrl.workers.rollout_backend import LocalBackend, acting_policy, evaluator_class, make_collector
 from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
@@ -71,7 +71,7 @@ PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack
 """Called with the arguments of ``build``."""
 
 
-STORE_PARTS = "embodrl.store.replay_parts:build"
+STORE_PARTS = "embodrl.store.run_parts:build"
 
 
 class _Learning(TypedDict, total=False):
@@ -194,7 +194,7 @@ def acts_in_driver(
     check_environments(config, pool)
     threads = deployment.threads_of(deployment.of("rollout")[0])
     published = session.directory.resolve() / PUBLISHED_DIR
-    acting = make_rollout_engine(config, policy, threads, memory=memory, weights_dir=published)
+    acting = make_rollout_engine(config, acting_policy(config, policy), threads, memory=memory, weights_dir=published)
     rewards = RewardWorker(config, tuple(pool.spec.tasks))
     closing.callback(rewards.close)
     rewards.check(pool.spec)
@@ -204,7 +204,7 @@ def acts_in_driver(
     evaluator = evaluator_class(config)(config, pool, acting, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
     closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
+    return Parts(policy, engine, rollouts, rewards, **learning(config, policy, engine, pool, on_step))
 
 
 def replays_in_driver(
@@ -221,7 +221,7 @@ def replays_in_driver(
     rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, should_stop, ReplayedRollouts)
     closing.callback(rollouts.close)
     rewards = RewardWorker(config, config.env.tasks)
-    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, None, on_step))
+    return Parts(policy, engine, rollouts, rewards, **learning(config, policy, engine, None, on_step))
 
 
 def acts_in_processes(
@@ -261,7 +261,7 @@ def acts_in_processes(
     rollouts = RemoteBackend(config, group, channels, weights, policy, engine, also_lost(engine, stopped))
     closing.callback(rollouts.rewards.close)
     closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, rollouts.rewards, **_learning(config, policy, engine, None, on_step))
+    return Parts(policy, engine, rollouts, rollouts.rewards, **learning(config, policy, engine, None, on_step))
 
 
 def _start_launcher(session: RunSession, closing: ExitStack) -> Launcher | None:
@@ -335,7 +335,7 @@ def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], 
     return should_stop
 
 
-def _learning(
+def learning(
     config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None, on_step: OnStep
 ) -> _Learning:
     """Return the objects that update the weights, and the data they learn from besides rollouts."""

@@ -199,7 +199,7 @@ def run_with_restarts(
                 raise CheckpointError(why, resume_hint(directory), code="checkpoint-damaged") from changed
             message = f"all processes are started again, on another placement: {changed}"
         except EmbodrlError as error:
-            if left is None or stop or (session is not None and session.engine is not None):
+            if left is None or session is None or session.stop or session.engine is not None:
                 raise
             loaded, left = staying(left), None
             message = f"the run stays where it was, as its processes can't be started elsewhere: {error.message}"

@@ -62,6 +62,12 @@ def not_a_run(directory: Path) -> CheckpointError:
     return error
 
 
+def approved(config_yaml: str, changes: Sequence[str] = ()) -> str:
+    """Return a run's configuration with the approval of its settings that run code; ``changes`` become comments."""
+    tree, _ = parse_yaml(config_yaml, CONFIG_FILE)
+    return config_yaml + "".join(f"# {line}\n" for line in changes) + approval(code_settings(tree))
+
+
 def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:
     """Write ``config.yaml``, sealed, with the approval of the settings that run code; return the text.
 
@@ -70,8 +76,7 @@ def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:
     Raises:
         OutputError: the directory is not writable.
     """
-    tree, _ = parse_yaml(config_yaml, CONFIG_FILE)
-    text = config_yaml + "".join(f"# {line}\n" for line in changes) + approval(code_settings(tree))
+    text = approved(config_yaml, changes)
     text += f"{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
     write_text_file(run_dir / CONFIG_FILE, text, "set runner.output_dir to a writable directory")
     return text

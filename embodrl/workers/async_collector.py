@@ -34,6 +34,7 @@ from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
 from embodrl.workers.recorders import NOT_JUDGED, Judging
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.staleness import StalenessGate
+from embodrl.workers.streaming import StreamRunner
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class AsyncCollector:
         self,
         config: Config,
         schedule: EpisodeSchedule,
-        runners: Sequence[EpisodeRunner],
+        runners: Sequence[EpisodeRunner] | Sequence[StreamRunner],
         target: WeightTarget,
         should_stop: Callable[[], bool],
         rewards: RewardWorker | None = None,
@@ -136,7 +137,7 @@ class AsyncCollector:
         self.should_stop = should_stop
         self.schedule = schedule
         self.rewards = rewards
-        count = len(self.runners)
+        count = self.num_parts
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
         self._shards = _Shards()
         self._update = _Update()
@@ -147,6 +148,11 @@ class AsyncCollector:
         self._closing = False
         self._threads: list[threading.Thread] = []
 
+    @property
+    def num_parts(self) -> int:
+        """Shards that all environments run at once."""
+        return sum(runner.num_shards if isinstance(runner, StreamRunner) else 1 for runner in self.runners)
+
     # -- trainer side --------------------------------------------------------------------------------------------------
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -156,11 +162,11 @@ class AsyncCollector:
         return self._gather(self.gate.batch_size)
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """Return one more shard per stage, covering as many environments."""
+        """Return as many more shards as run at once: one of each environment."""
         with self._changed:
-            self._update.extra += len(self.runners)
+            self._update.extra += self.num_parts
             self._changed.notify_all()
-        return self._gather(len(self.runners), more=True)
+        return self._gather(self.num_parts, more=True)
 
     def _gather(self, count: int, more: bool = False) -> tuple[TrajectoryBatch, Metrics]:
         clock = time.perf_counter()
@@ -183,7 +189,7 @@ class AsyncCollector:
         self._update.waited_s += time.perf_counter() - clock
         self._update.metas += [meta_of(batch) for batch in batches]
         metrics["time/wait_s"] = self._update.waited_s
-        whole = _join(batches, dropped, self._update.num_groups)
+        whole = join_shards(batches, dropped, self._update.num_groups)
         self._update.num_groups = int(whole["group_id"].max()) + 1
         return whole, rollout_metrics(self._update.metas) | metrics
 
@@ -267,8 +273,11 @@ class AsyncCollector:
             for thread in self._threads:
                 thread.start()
 
-    def _work(self, episode_runner: EpisodeRunner) -> None:
+    def _work(self, episode_runner: EpisodeRunner | StreamRunner) -> None:
         try:
+            if isinstance(episode_runner, StreamRunner):
+                episode_runner.run(self, _SHARDS_A_JOURNAL * episode_runner.num_shards)
+                return
             # Kept until the end: a simulator that this thread restarted would die with it.
             rolled_out = 0
             while (number := self._begin()) is not None:
@@ -276,14 +285,10 @@ class AsyncCollector:
                 rolled_out += 1
                 if rolled_out % _SHARDS_A_JOURNAL == 0:
                     episode_runner.rebuild()
-                with self._changed:
-                    if batch is None:
-                        self.gate.abandon(number)
-                        self._shards.again.append(number)
-                    else:
-                        self.gate.finish(number)
-                        self._shards.finished[number] = batch
-                    self._changed.notify_all()
+                if batch is None:
+                    self.interrupted([number])
+                else:
+                    self.finished(number, batch)
         except BaseException as error:  # noqa: BLE001  (re-raised in the waiting trainer)
             with self._changed:
                 self._failure = error
@@ -292,36 +297,68 @@ class AsyncCollector:
     def _begin(self) -> int | None:
         """Wait until a shard may begin; return its number, or None when no shard is left."""
         with self._changed:
-            while not self._breaks_off():
-                # The last updates need exactly their own shards; rejected and extra shards are replaced.
-                replaced = self.gate.rejected + self._update.extra
-                wanted = self.config.runner.max_iterations * self.gate.batch_size + replaced
-                enough = self._shards.next - len(self._shards.again) >= wanted
-                if not (enough or self._drained) and self.gate.capacity():
-                    shard = self._shards.again.pop(0) if self._shards.again else self._shards.next
-                    self._shards.next = max(self._shards.next, shard + 1)
-                    self.gate.begin(shard)
-                    self._changed.notify_all()
-                    return shard
+            while not self.is_over():
+                if (number := self._number_now()) is not None:
+                    return number
                 self._changed.wait()
         return None
 
-    def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
+    def _number_now(self) -> int | None:
+        """Return the number of a shard that begins now, if one may; call with the lock."""
+        # The last updates need exactly their own shards; rejected and extra shards are replaced.
+        replaced = self.gate.rejected + self._update.extra
+        wanted = self.config.runner.max_iterations * self.gate.batch_size + replaced
+        enough = self._shards.next - len(self._shards.again) >= wanted
+        if enough or self._drained or not self.gate.capacity():
+            return None
+        shard = self._shards.again.pop(0) if self._shards.again else self._shards.next
+        self._shards.next = max(self._shards.next, shard + 1)
+        self.gate.begin(shard)
+        self._changed.notify_all()
+        return shard
+
+    def _shard(self, number: int) -> Shard:
         # A shard is determined by its number alone, so it is the same on any stage and after a resume.
         iteration, place = divmod(number, self.gate.batch_size)
-        epoch, part = divmod(place, len(self.runners))
+        epoch, part = divmod(place, self.num_parts)
         seeds, task_ids = self.schedule.draw(iteration, epoch)
-        size = self.schedule.num_envs // len(self.runners)
+        size = self.schedule.num_envs // self.num_parts
         rows = slice(part * size, (part + 1) * size)
-        # Group numbers are local to the shard: ``_join`` renumbers the groups of the whole batch.
+        # Group numbers are local to the shard: ``join_shards`` renumbers the groups of the whole batch.
         groups = self.schedule.group_ids(0)[rows]
-        shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
+        return Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
+
+    def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
         try:
-            return episode_runner.roll_out(shard, self._breaks_off)
+            return episode_runner.roll_out(self._shard(number), self.is_over)
         except InterruptedError:
             return None
 
-    def _breaks_off(self) -> bool:
+    # A ``ShardSource``.
+
+    def begin_now(self) -> tuple[int, Shard] | None:
+        with self._changed:
+            number = None if self.is_over() else self._number_now()
+        return None if number is None else (number, self._shard(number))
+
+    def finished(self, number: int, batch: TrajectoryBatch) -> None:
+        with self._changed:
+            self.gate.finish(number)
+            self._shards.finished[number] = batch
+            self._changed.notify_all()
+
+    def interrupted(self, numbers: Sequence[int]) -> None:
+        with self._changed:
+            for number in numbers:
+                self.gate.abandon(number)
+                self._shards.again.append(number)
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait(_POLL_S)
+
+    def is_over(self) -> bool:
         """Return whether no more shards are needed; a running shard starts over when the run resumes."""
         return self._closing or self._failure is not None or stop_requested.is_set()
 
@@ -353,7 +390,7 @@ class AsyncCollector:
                 "next_shard": self._shards.next,
                 "rejected": self.gate.rejected,
                 "env_steps_dropped": self._shards.env_steps_dropped,
-                **record_of(shard_settings(self.config, len(self.runners))),
+                **record_of(shard_settings(self.config, self.num_parts)),
             }
         return RolloutState(state, tensors)
 
@@ -366,7 +403,7 @@ class AsyncCollector:
                 code="checkpoint-other-settings",
             )
         before = state["settings"]
-        now = shard_settings(self.config, len(self.runners))
+        now = shard_settings(self.config, self.num_parts)
         players = int(before.get(PLAYERS, now[PLAYERS]))
         before, now = ({key: value for key, value in each.items() if key != PLAYERS} for each in (before, now))
         record = {"version": state.get("version"), "settings": before}
@@ -377,7 +414,7 @@ class AsyncCollector:
                 f"resume with {hint}" if hint else "resume with the settings that the run started with",
                 code="checkpoint-other-settings",
             )
-        if players != len(self.runners):
+        if players != self.num_parts:
             self._follow_others(state, players, version)
             return
         with self._changed:
@@ -413,13 +450,14 @@ class AsyncCollector:
             "%d finished rollouts of %d runners are dropped, since this run has %d",
             len(steps),
             players,
-            len(self.runners),
+            self.num_parts,
         )
 
 
 _EPISODES = (
     *("env.", "reward.", "protocol", "rollout.pipeline_stages", "rollout.workflow"),
     *("model.model_type", "model.num_action_chunks", "model.action_dim"),
+    "rollout.streaming",
     *("algorithm.group_size", "algorithm.rollout_epoch", "algorithm.loss_type", "algorithm.bootstrap_type"),
     *("algorithm.reward_type", "algorithm.sampling.", "algorithm.srpo."),
 )
@@ -432,7 +470,7 @@ def shard_settings(config: Config, num_runners: int) -> dict[str, object]:
     return {**settings_read(config, "train", only=(*_EPISODES, *shaped)), PLAYERS: num_runners}
 
 
-def _join(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:
+def join_shards(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:
     """Concatenate shards into one batch with globally unique group numbers, starting at ``num_groups``."""
     parts: list[TrajectoryBatch] = []
     for batch in batches:

@@ -222,16 +222,8 @@ class LockstepRunner:
         """Return the gathered batch; ``group_id int64[B]`` is equal for equal initial states."""
         self.play.end()
         clock = time.perf_counter()
-        columns: dict[str, Any] = {}
-        for recorder in self.play.recorders:  # later recorders override earlier ones, e.g. on who acted
-            columns |= recorder.columns()
-        # A group of columns is added to the batch by name, see below.
-        expert = columns.pop("expert", None)
-        columns["group_id"] = group_id.expand(columns["task_id"].shape)
+        batch = stacked(self.play.recorders, group_id)
         self.play.lap("policy", clock)
-        batch = TrajectoryBatch.from_rollout(**columns)
-        if expert is not None:
-            batch["expert"] = expert
         return batch
 
     def _schedule(self, play: Play) -> NDArray[np.bool_] | None:
@@ -248,15 +240,15 @@ class LockstepRunner:
         if not len(rows):
             # No environment acts, but the batch has a row per chunk: the last output provides the shapes.
             assert self.play.last is not None
-            return _spread(self.play.last.output, rows, len(active), rows)
+            return spread(self.play.last.output, rows, len(active), rows)
         output = self.engine.act(observation.select(rows), self._needs_values, self.generators)
-        return _spread(output, np.arange(len(rows)), len(active), rows)
+        return spread(output, np.arange(len(rows)), len(active), rows)
 
     def _choose_prefix(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
         """Return the leaders' actions, without values."""
         rows = np.flatnonzero(active)
         output = self.engine.act(observation.select(rows), False, self.generators)
-        return _spread(output, np.arange(len(rows)), len(active), rows)
+        return spread(output, np.arange(len(rows)), len(active), rows)
 
 
 class _RowStates(Recorder):
@@ -272,7 +264,21 @@ class _RowStates(Recorder):
         self.num_steps += int(chunk.step.valid.sum())
 
 
-def _spread(output: PolicyOutput, rows: NDArray[np.int64], batch: int, places: NDArray[np.int64]) -> PolicyOutput:
+def stacked(recorders: Sequence[Recorder], group_id: Tensor) -> TrajectoryBatch:
+    """Return what recorders kept of T chunks as a batch; ``group_id int64[B]`` is as in ``Shard``."""
+    columns: dict[str, Any] = {}
+    for recorder in recorders:  # later recorders override earlier ones, e.g. on who acted
+        columns |= recorder.columns()
+    # A group of columns is added to the batch by name, see below.
+    expert = columns.pop("expert", None)
+    columns["group_id"] = group_id.expand(columns["task_id"].shape)
+    batch = TrajectoryBatch.from_rollout(**columns)
+    if expert is not None:
+        batch["expert"] = expert
+    return batch
+
+
+def spread(output: PolicyOutput, rows: NDArray[np.int64], batch: int, places: NDArray[np.int64]) -> PolicyOutput:
     """Expand an output to ``batch`` environments: given rows at their positions, zeros elsewhere."""
     source = torch.from_numpy(rows)
     target = torch.from_numpy(places)

@@ -42,9 +42,13 @@ def prepare_acting(
         check_simulator(config)
 
 
-def make_acting(config: Config, policy: VLAPolicy | None = None) -> RolloutEngine:
-    """Return the engine of a policy that has this machine to itself; None builds the configured policy."""
-    return make_rollout_engine(config, build_policy(config) if policy is None else policy, num_threads(config))
+def make_acting(config: Config, policy: VLAPolicy | None = None, weights_dir: Path | None = None) -> RolloutEngine:
+    """Return the engine of a policy that has this machine to itself; None builds the configured policy.
+
+    ``weights_dir`` is where policy servers (``rollout.backend=remote``) find newer weights.
+    """
+    acting = build_policy(config) if policy is None else policy
+    return make_rollout_engine(config, acting, num_threads(config), weights_dir=weights_dir)
 
 
 def acting_policy(

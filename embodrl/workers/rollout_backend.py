@@ -18,13 +18,14 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.workers.async_collector import AsyncCollector, make_runners, workflow_runner
 from embodrl.workers.collector import WHOLE, Collector, EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.evaluator import EvalResult, Evaluator, run_decodings
 from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import RewardWorker
+from embodrl.workers.streaming import StreamRunner
 
 
 class RolloutBackend(ABC):
@@ -106,6 +107,13 @@ class LocalBackend(RolloutBackend):
         self.collector.close()
 
 
+def acting_policy(config: Config, policy: VLAPolicy) -> VLAPolicy:
+    """Return the policy that acts in the driver: the trained one, or a copy of it if rollouts run while it trains."""
+    if config.runner.max_staleness == 0:
+        return policy
+    return frozen_copy(policy, [parameter for group in policy.trainable_groups().values() for parameter in group])
+
+
 def make_collector(
     config: Config,
     pool: EnvPool,
@@ -113,14 +121,19 @@ def make_collector(
     should_stop: Callable[[], bool],
     rewards: RewardWorker,
 ) -> Collector:
-    """Return the driver's collector for ``runner.max_staleness`` and ``rollout.workflow``."""
+    """Return the driver's collector for ``runner.max_staleness`` and ``rollout.workflow``.
+
+    ``engine`` acts with the ``acting_policy``.
+    """
     if config.runner.max_staleness == 0:
         return make_sync_collector(config, pool, engine, should_stop, rewards.judging)
-    trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
-    acting = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
-    runners = make_runners(config, pool, acting, rewards.judging)
+    runners = (
+        [StreamRunner(config, part, engine, rewards.judging) for part in pool.split(config.rollout.pipeline_stages)]
+        if config.rollout.streaming
+        else make_runners(config, pool, engine, rewards.judging)
+    )
     schedule = EpisodeSchedule(config, pool.spec.num_envs, len(pool.spec.tasks))
-    return AsyncCollector(config, schedule, runners, acting, should_stop, rewards)
+    return AsyncCollector(config, schedule, runners, engine, should_stop, rewards)
 
 
 def make_sync_collector(

@@ -145,12 +145,12 @@ class ReplayedRollouts(NoCollector):
         assert self.config.rollout.replay is not None
         path = rollout_file(Path(self.config.rollout.replay), iteration, epoch)
         batch, metrics = load_rollout(path)
-        _check(path, batch, self.config)
+        check_policy(str(path), batch, self.config)
         return batch, metrics
 
 
-def _check(path: Path, batch: TrajectoryBatch, config: Config) -> None:
-    """Reject a batch whose chunks have another shape than the run's policy gives.
+def check_policy(source: str, batch: TrajectoryBatch, config: Config) -> None:
+    """Reject a batch from ``source`` if its chunks have another shape than the run's policy gives.
 
     Raises:
         EmbodrlError: another number of actions in a chunk, or of numbers in an action.
@@ -164,7 +164,7 @@ def _check(path: Path, batch: TrajectoryBatch, config: Config) -> None:
         pairs = [(name, found[name], wanted[name]) for name in wanted if found[name] != wanted[name]]
         differ = ", ".join(f"{ours} {name} instead of {theirs}" for name, ours, theirs in pairs)
         raise EmbodrlError(
-            f"{path} is of another policy: {differ}",
+            f"{source} is of another policy: {differ}",
             "train with the model settings of the run that saved it",
             code="rollout-of-another-policy",
         )

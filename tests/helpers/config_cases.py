@@ -6,6 +6,9 @@ from config_case import Wrong
 
 KEY = "rollout.workflow"
 WORKFLOW = f"{KEY}='embodrl.workers.workflows.workflow:ChunkWorkflow'"
+STREAM = "rollout.streaming=true"
+STREAMS = "streams-are-of-single-episodes"
+AHEAD = ("runner.max_staleness=1", "algorithm.decoupled.enabled=true")
 OPD = ("algorithm=opd", "actor.optim.critic_warmup_iterations=0")
 EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
@@ -220,6 +223,10 @@ RULES = [
         "workflows-play-single-episodes",
         ("rollout.pipeline_stages=2", WORKFLOW, *EPISODES),
     ),
+    Wrong("stream without staleness", "runner.max_staleness", STREAMS, (STREAM, *EPISODES)),
+    Wrong("stream with auto-reset", "env.train.auto_reset", STREAMS, (STREAM, *AHEAD)),
+    Wrong("stream of workflows", KEY, STREAMS, (STREAM, *AHEAD, WORKFLOW, *EPISODES)),
+    Wrong("stream of processes", "rollout.streaming", STREAMS, (STREAM, *AHEAD, *EPISODES, "rollout.own_process=true")),
     Wrong(
         "stages and processes", "rollout.pipeline_stages", "stages-are-whole-processes", ("rollout.pipeline_stages=4",)
     ),

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 ITERATIONS = 6
 SHARDS = 2  # an update: two stages
+STREAM = ("rollout.streaming=true", "env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6")
 ASYNC = (
     "rollout.pipeline_stages=2",
     "algorithm.decoupled.enabled=true",
@@ -44,13 +45,13 @@ def trained_shards(checkpoint: Path) -> tuple[int, set[int]]:
     return state["iteration"], set(range(rollout["next_shard"])) - waiting - set(rollout["again"])
 
 
-def check_ledger(run_dir: Path) -> None:
+def check_ledger(run_dir: Path, shards: int = SHARDS) -> None:
     """No accepted rollout is lost, and none is trained on twice."""
     before: set[int] = set()
     checkpoints = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     for checkpoint in checkpoints:
         iteration, trained = trained_shards(checkpoint)
-        assert len(trained) == iteration * SHARDS, checkpoint
+        assert len(trained) == iteration * shards, checkpoint
         assert before <= trained
         before = trained
 
@@ -86,6 +87,19 @@ def test_a_run_killed_at_random_moments_continues_without_losing_or_repeating_a_
     for row in rows[1:]:
         assert 0 <= row["staleness/mean"] <= row["staleness/max"] <= staleness
         assert row["staleness/rejected_shards"] == 0
+
+
+def test_episodes_as_they_end_are_neither_lost_nor_repeated(config: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", *ASYNC, *STREAM, "runner.max_staleness=1")
+    outcome = embodrl(*arguments, stop_at="optimizer_step:8:SIGKILL")
+    assert outcome.code == -signal.SIGKILL, outcome.stderr
+    check_ledger(run_dir, shards=4)
+    assert embodrl("resume", run_dir).code == 0
+    check_ledger(run_dir, shards=4)
+    rows = metrics(run_dir)
+    assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
+    assert all(row["rollout/episodes"] == 4 and row["staleness/max"] <= 1 for row in rows[1:])
 
 
 def test_a_signal_saves_the_rollouts_that_wait(config: Path, tmp_path: Path) -> None:

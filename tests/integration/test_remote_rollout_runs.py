@@ -40,7 +40,7 @@ class Server:
 
     def __init__(self, directory: Path) -> None:
         self.port, self.log = free_port(), directory / "server.log"
-        settings = ("protocol=http", f"serve.port={self.port}", "serve.token=none")
+        settings = ("protocol=http", f"serve.port={self.port}", "serve.token=none", "model.random_weights=true")
         self.command = [sys.executable, "-m", "embodrl.__main__", "serve", "-c", f"{directory}/serve.yaml", *settings]
 
     def start(self) -> None:
@@ -51,6 +51,27 @@ class Server:
 def rows(directory: Path) -> list[dict]:
     path = directory / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_server_acts_ahead_of_training(tmp_path):
+    """Each answer is one by the version that it names, to which the loss weights it."""
+    (tmp_path / "serve.yaml").write_text("presets: {env: toy}" + CONFIG)
+    (tmp_path / "train.yaml").write_text("presets: {env: toy, rollout: remote}" + CONFIG)
+    server = Server(tmp_path)
+    server.start()
+    ahead = ("runner.max_staleness=1", "algorithm.decoupled.enabled=true", "runner.max_iterations=5")
+    ahead += (f"rollout.remote.urls=[http://127.0.0.1:{server.port}]", "runner.eval_interval=5")
+    try:
+        done = runs.embodrl("train", "-c", tmp_path / "train.yaml", *ahead, f"runner.output_dir={tmp_path / 'run'}")
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert done.code == 0, done.stderr
+    found = rows(tmp_path / "run")
+    assert [row["iteration"] for row in found] == list(range(6))
+    assert all(row["staleness/max"] <= 1 for row in found[1:]) and max(row["staleness/max"] for row in found[1:]) == 1
 
 
 def wait_for(run: Path, train: subprocess.Popen, iterations: int) -> None:

@@ -71,6 +71,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_exactly(served: Path, tmp_pa
 
 
 @pytest.mark.timeout(3600)
+def test_vllm_acts_ahead_of_training(config: Path, tmp_path: Path) -> None:
+    ahead = ("rollout=vllm", "runner.max_staleness=1", "algorithm.decoupled.enabled=true")
+    rows = train(config, tmp_path / "run", *ahead)
+    assert [row["iteration"] for row in rows] == [0, 1, 2, 3, 4]
+    stale = [row["staleness/max"] for row in rows[1:]]
+    assert all(isinstance(one, float) and one <= 1 for one in stale) and 1 in stale
+    weights = [row["train/behavior_weight_mean"] for row in rows[1:]]
+    assert weights[0] == pytest.approx(1.0, abs=TOLERANCE), "the first update's weights have chosen all"
+
+
+@pytest.mark.timeout(3600)
 def test_nothing_is_left_of_a_run_that_is_killed(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two processes that were there are the simulators, and vLLM's files are gone before it starts to decode."""
     temporary, children, stop_at = tmp_path / "tmp", tmp_path / "children", f"{BATCH_6}:SIGKILL"

@@ -42,6 +42,27 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
         yield Finding("rollout.pipeline_stages", message, hint, "1", others=(KEY, "runner.max_staleness"))
 
 
+@rule("rollout.streaming", "rollout.workflow", "runner.max_staleness", "env.train.auto_reset", "cluster")
+def streams_are_of_single_episodes(context: Context) -> Iterator[Finding]:
+    """Updates of an asynchronous run take episodes that the main process plays, each from a reset to its end."""
+    config = context.config
+    key = "rollout.streaming"
+    if not config.rollout.streaming:
+        return
+    if config.runner.max_staleness == 0:
+        message = "is 0, so that every rollout waits for its update"
+        yield Finding("runner.max_staleness", message, "set it to 1 or more", "1 or more", others=(key,))
+    if config.env.train.auto_reset:
+        message = "single episodes are taken, but the environments would start the next ones on their own"
+        yield Finding("env.train.auto_reset", message, "set env.train.auto_reset=false", "false", others=(key,))
+    if config.rollout.workflow is not None:
+        message = "plays all environments of a stage until the last has ended"
+        yield Finding(KEY, message, f"leave it out, or set {key}=false", "null", others=(key,))
+    if context.gathers_in_processes:
+        message = "rollout processes return rollouts of all their environments"
+        yield Finding(key, message, "set it to false, or keep the default placement of rollout", "false")
+
+
 @rule("rollout.replay", "algorithm", "rollout", "reward", "runner.max_iterations", "runner.max_staleness", "env.tasks")
 def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
     """Saved rollouts are there for every iteration, and nothing else has to act in them."""

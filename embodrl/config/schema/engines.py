@@ -152,6 +152,11 @@ class RolloutConfig(Section):
     pipeline_stages: Annotated[PositiveInt, RL] = Field(
         default=1, description="groups of environments whose simulation and inference overlap"
     )
+    streaming: Annotated[bool, RL] = Field(
+        default=False,
+        description="asynchronous runs: an update takes the first groups of episodes that have ended, and each of them"
+        " makes room for another at once; false: rollouts of all environments of a stage",
+    )
     own_process: Annotated[bool | None, PLACED] = Field(
         default=None,
         description="run rollouts in separate processes with their own simulators; null: if there are several, or"

@@ -23,8 +23,11 @@ class Drawing(MeanPolicy):
     """MeanPolicy whose log-probs are numbers that each row draws, and that keeps what it saw."""
 
     draws_by_row = True
+    together: threading.Barrier | None = None  # of the servers
 
     def predict_action_batch(self, observation, mode, sampling, generator=None, compute_values=True):
+        if self.together is not None:
+            self.together.wait()
         output = super().predict_action_batch(observation, "eval", sampling)
         rows = generator.rows if hasattr(generator, "rows") else (generator,) * observation.batch_size
         drawn = torch.zeros(output.actions.shape)
@@ -77,11 +80,12 @@ def servers(monkeypatch, *ports: int, count: int = 1):
         thread.join(60)
 
 
-def engine(urls, weights, **settings) -> RemoteRolloutEngine:
+def engine(urls, weights, is_ahead=False, **settings) -> RemoteRolloutEngine:
     remote = RemoteRolloutConfig(urls=tuple(urls), **settings)
     settings_class = with_sections(RolloutConfig, {"remote": RemoteRolloutConfig})
     rollout = settings_class.model_validate({"backend": "remote", "remote": remote, "publish_weights": True})
-    return RemoteRolloutEngine(Drawing(), rollout, Config().algorithm.sampling, 3, weights_dir=weights)
+    sampling = Config().algorithm.sampling
+    return RemoteRolloutEngine(Drawing(), rollout, sampling, 3, weights_dir=weights, is_ahead=is_ahead)
 
 
 def publish(weights, acting: RemoteRolloutEngine, version: int, drop: bool = False) -> None:
@@ -133,6 +137,34 @@ def test_servers_act_with_the_newest_weights_and_answer_all_of_an_update(tmp_pat
         # A run that is resumed goes back, and publishes other weights under a version that was there.
         publish(tmp_path, acting, 2, drop=True)
         assert firsts(acting.act(seen(7), False)) == pytest.approx([27.4])
+
+
+def test_ahead_of_training_newer_weights_do_and_are_named(tmp_path, monkeypatch):
+    with servers(monkeypatch) as (urls, _):
+        acting, other = engine(urls, tmp_path, is_ahead=True), engine(urls, tmp_path)
+        publish(tmp_path, acting, 0)
+        assert acting.act(seen(7), False).version == 0
+        publish(tmp_path, other, 3)
+        assert other.act(seen(7), False).version == 3
+        output = acting.act(seen(7), False)  # which has not heard of it
+        assert output.version == 3 and firsts(output) == pytest.approx([37.4])
+
+
+def test_ahead_of_training_any_idle_server_acts(tmp_path, monkeypatch):
+    with servers(monkeypatch, count=2) as (urls, _):
+        acting = engine(urls, tmp_path, is_ahead=True)
+        publish(tmp_path, acting, 0)
+        found: dict[int, PolicyOutput] = {}
+        monkeypatch.setattr(Drawing, "together", threading.Barrier(2, timeout=60))  # neither answers before both ask
+        stages = [
+            threading.Thread(target=lambda stage=stage: found.update({stage: acting.act(seen(stage), False)}))
+            for stage in (1, 2)
+        ]
+        for stage in stages:
+            stage.start()
+        for stage in stages:
+            stage.join(120)
+        assert firsts(found[1]) == pytest.approx([1.4]) and firsts(found[2]) == pytest.approx([2.4])
 
 
 def test_a_server_that_ends_leaves_its_rows_to_the_others_and_comes_back(tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("plan", "train"): "plan",
     ("serve",): "serve",
     **{("store", name): "store" for name in ("collect", "train", "eval", "status", "compact")},
+    ("join",): "store",
     ("profile",): "train",
     ("model", "check"): "train",
     ("config", "validate"): None,

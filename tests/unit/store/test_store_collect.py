@@ -222,7 +222,7 @@ def test_a_second_collector_of_a_name_is_refused_until_the_first_ends(tmp_path, 
     waited = []
 
     def run(spool, during):
-        def engine(*_):
+        def engine(*_, **__):
             during()
             raise Ended
 

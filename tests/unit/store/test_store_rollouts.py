@@ -176,13 +176,12 @@ def test_an_iteration_waits_for_as_many_steps_as_a_rollout_has_until_the_run_is_
     assert parts.read() == [], "what waits is read again after a restart"
 
 
-RULE = "a-store-feeds-a-replay-buffer"
+RULE = "training-from-a-store-is-possible"
 
 
 @pytest.mark.parametrize(
     ("key", "settings"),
     [
-        ("store.url", ("algorithm=ppo_gaussian",)),
         ("store.url", ("algorithm=dagger",)),
         ("rollout.publish_weights", ("rollout.publish_weights=true",)),
         ("algorithm.group_size", ("algorithm.group_size=2",)),

@@ -47,10 +47,11 @@ class FaultyToy(ToyVectorEnv):
         self._faults, self._num_chunks, self.resets = dict(faults), 0, []
         self.num_rebuilds = 0
         self._ends = not kwargs["auto_reset"]
+        self.going = np.ones(kwargs["num_envs"], np.bool_)
 
     def reset(self, seeds, task_ids, indices):
         self.resets.append(seeds.tolist())
-        self.going = np.ones(len(seeds), np.bool_)
+        self.going[indices] = True
         return super().reset(seeds, task_ids, indices)
 
     def chunk_step(self, actions, active):

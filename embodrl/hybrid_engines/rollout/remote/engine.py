@@ -2,7 +2,9 @@
 
 Each version of the weights is published in the run's directory, from which a server loads it before acting with it.
 Every answer names its server and version; an answer with another version, or from a restarted server, is requested
-again. If a server does not answer, the others take over its rows; without any server, the run waits.
+again. If a server does not answer, the others take over its rows; without any server, the run waits. Ahead of training
+(``runner.max_staleness``, or weights of a store) newer versions do as well, each batch goes to the server with the
+fewest under way, and several stages ask at once: any idle server acts for any simulators.
 
 Shapes: B batch, C actions in a chunk, A action dimensions.
 """
@@ -20,7 +22,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -42,6 +44,9 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.5
 _ATTEMPTS = 5
 """Attempts at making a server act with a version: it may restart in between."""
+_FIRST_PAUSE_S = 0.02
+"""Before the next attempt at a version, which doubles: ahead of training it is published as it begins to act."""
+_LOOKS = 9
 
 
 class ServerGone(Exception):
@@ -62,8 +67,8 @@ class RolloutServer:
         self._ready: tuple[object, int] | None = None
         self.is_gone = False
 
-    def act(self, content: Mapping[str, object], version: int) -> Mapping[str, Any]:
-        """Return the answer of POST /rollout, computed with weights of this version.
+    def act(self, content: Mapping[str, object], version: int, or_newer: bool) -> Mapping[str, Any]:
+        """Return the answer of POST /rollout, computed with weights of this version; ``or_newer``: or a newer one.
 
         Raises:
             ServerGone: the server is unreachable.
@@ -71,30 +76,31 @@ class RolloutServer:
         """
         for _ in range(_ATTEMPTS):
             with self._lock:
-                if self._ready is None or self._ready[1] != version:
-                    self._ready = self._take(version)
+                if self._ready is None or not _is_wanted(self._ready[1], version, or_newer):
+                    self._ready = self._take(version, or_newer)
                 ready = self._ready
             answer = self._post("/rollout", content)
-            if (answer.get("instance"), answer.get("policy_version")) == ready:
+            if answer.get("instance") == ready[0] and _is_wanted(answer.get("policy_version"), version, or_newer):
                 return answer
             with self._lock:  # the server was restarted, or another client gave it weights
                 self._ready = None
         hint = "one run at a time may use a server"
         raise RemotePolicyError(f"{self.url} does not keep version {version}", hint, code="remote-version")
 
-    def _take(self, version: int) -> tuple[object, int]:
+    def _take(self, version: int, or_newer: bool) -> tuple[object, int]:
         """Make the server load the newest published weights; return its instance name and the version."""
         problem = ""
-        for _ in range(_ATTEMPTS):
+        for look in range(_LOOKS):
             try:
                 answer = self._post("/weights", {"directory": str(self._directory)})
             except RemotePolicyError as error:  # a resumed run has gone back: the next attempt starts there
                 problem = error.message
             else:
-                if answer.get("policy_version") == version:
-                    return answer.get("instance"), version
-                problem = f"it took version {answer.get('policy_version')}"
-            time.sleep(_PAUSE_S)
+                found = answer.get("policy_version")
+                if _is_wanted(found, version, or_newer):
+                    return answer.get("instance"), found
+                problem = f"it took version {found}"
+            time.sleep(min(_PAUSE_S, _FIRST_PAUSE_S * 2**look))
         hint = f"the server must serve the same model, and have access to {self._directory}"
         raise RemotePolicyError(
             f"{self.url} does not accept the weights of version {version}: {problem}", hint, code="remote-weights"
@@ -122,12 +128,16 @@ class RolloutServer:
         return found
 
 
+def _is_wanted(found: object, version: int, or_newer: bool) -> TypeGuard[int]:
+    return isinstance(found, int) and (found == version or (or_newer and found > version))
+
+
 class RemoteRolloutEngine(NativeRolloutEngine):
     """Gets actions from servers; values of final observations and policy inputs come from the local policy.
 
     Every row has its own seed, drawn here: for policies with ``draws_by_row`` the samples do not depend on the server
-    that computes them. ``weights_dir`` is where the run publishes its weights; for the other arguments see
-    RolloutEngine.
+    that computes them. ``weights_dir`` is where the run publishes its weights, ``is_ahead`` whether newer weights may
+    act; for the other arguments see RolloutEngine.
     """
 
     def __init__(
@@ -141,17 +151,23 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         memory: Offload | None = None,
         *,
         weights_dir: Path,
+        is_ahead: bool = False,
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part, memory)
         self._settings = section_in(config, "remote", RemoteRolloutConfig)
         seen = Path(self._settings.weights_dir or weights_dir)
         self._servers = [RolloutServer(url, seen, self._settings.request_timeout_s) for url in self._settings.urls]
         self._threads = ThreadPoolExecutor(len(self._servers), "rollout-server")
+        self._is_ahead = is_ahead
+        self._under_way = [0] * len(self._servers)
+        self._choosing = threading.Lock()
 
     def _predict(self, request: ActRequest) -> PolicyOutput:
         if request.mode == "mean":  # servers on vLLM cannot, and the local policy has the same weights
             return super()._predict(request)
         seeds = self._seeds(request)
+        if self._is_ahead:
+            return self._ask_one(request, seeds)
         rows = np.arange(request.observation.batch_size)
         present = [number for number, server in enumerate(self._servers) if not server.is_gone]
         shares = np.array_split(rows, min(len(present) or 1, len(rows)))
@@ -167,6 +183,20 @@ class RemoteRolloutEngine(NativeRolloutEngine):
                 given_up.set()
                 raise
             return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=self.version)
+
+    def _ask_one(self, request: ActRequest, seeds: list[int]) -> PolicyOutput:
+        """Ask the server with the fewest requests; the output has the version of its answer."""
+        message = _message(request, np.arange(request.observation.batch_size), seeds)
+        with self._choosing:
+            present = [number for number, server in enumerate(self._servers) if not server.is_gone]
+            number = min(present or [0], key=lambda one: self._under_way[one])
+            self._under_way[number] += 1
+        try:
+            answer = self._ask(number, message, threading.Event())
+        finally:
+            with self._choosing:
+                self._under_way[number] -= 1
+        return replace(_output(answer), version=int(answer["policy_version"]))
 
     def _seeds(self, request: ActRequest) -> list[int]:
         if request.mode != "train":  # nothing is sampled, and an evaluation keeps the random state unchanged
@@ -185,7 +215,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         while not given_up.is_set():
             server = self._servers[turn % len(self._servers)]
             try:
-                answer = server.act(content, self.version)
+                answer = server.act(content, self.version, self._is_ahead)
             except ServerGone as error:
                 if not server.is_gone:
                     logger.warning("a rollout server does not answer; the others take over (%s)", error)
@@ -237,5 +267,6 @@ def _output(answer: Mapping[str, Any]) -> PolicyOutput:
 
 def make_remote(parts: RolloutParts) -> RemoteRolloutEngine:
     """Return the engine that queries the servers of ``rollout.remote``."""
-    assert parts.weights_dir is not None, "a rule restricts it to training in lockstep"
-    return RemoteRolloutEngine(*parts.common, parts.memory, weights_dir=parts.weights_dir)
+    assert parts.weights_dir is not None, "a rule restricts it to training"
+    is_ahead = parts.config.runner.max_staleness > 0 or parts.config.store_url is not None
+    return RemoteRolloutEngine(*parts.common, parts.memory, weights_dir=parts.weights_dir, is_ahead=is_ahead)

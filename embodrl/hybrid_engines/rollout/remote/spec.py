@@ -30,24 +30,21 @@ class RemoteRolloutConfig(Section):
     request_timeout_s: PositiveFloat = Field(default=120.0, description="seconds per request to a server")
 
 
-@RULES.rule(BACKEND, "rollout", "runner.max_staleness")
+@RULES.rule(BACKEND, "rollout")
 def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
-    """Policy servers act for one training run in lockstep, which publishes its weights."""
+    """Policy servers act for one training run, which publishes its weights."""
     config = context.config
     deployment = context.deployment
     urls = section_in(config.rollout, "remote", RemoteRolloutConfig).urls
     if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
         message = f"has {len(urls)} server URLs, or some that are not http:// or https://"
         yield Finding(URLS, message, "start `embodrl serve protocol=http`, and name it", "http://HOST:PORT, ...")
-    if context.verb not in ("train", "plan", None):
+    if context.verb not in ("train", "plan", "store", None):
         hint = f"{NATIVE}; to evaluate a server, set model=remote"
         yield Finding(BACKEND, f"`embodrl {context.verb}` has no rollout servers", hint, "native")
-    if not config.rollout.publish_weights:
+    if not config.rollout.publish_weights and context.verb != "store":  # which finds them in the store
         message = "is false, but the servers load the published weights"
         yield Finding("rollout.publish_weights", message, "set it to true, or add rollout=remote", "true")
-    if config.runner.max_staleness > 0:
-        message = "the servers act with the newest weights, in lockstep with the run"
-        yield Finding("runner.max_staleness", message, f"set it to 0, or {NATIVE}", "0", others=(BACKEND,))
     if deployment is not None and deployment.rolls_out_in_processes:
         message = "rollouts are in separate processes, but servers act for the main process"
         yield Finding(BACKEND, message, f"{NATIVE}, or leave out rollout.own_process", "native")

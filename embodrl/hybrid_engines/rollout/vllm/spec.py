@@ -44,22 +44,14 @@ def vllm_is_installed(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, message, hint, "native")
 
 
-@RULES.rule(BACKEND, "model.model_type", "runner.max_staleness")
+@RULES.rule(BACKEND, "model.model_type")
 def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
-    """vLLM decodes token by token, with weights that change between rollouts."""
-    config = context.config
-    model = config.model.model_type
+    """vLLM decodes token by token."""
+    model = context.config.model.model_type
     if context.family is not None and not context.family.autoregressive:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.autoregressive)
         message = f"vLLM decodes token by token, but {model} does not"
         yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "native", others=("model.model_type",))
-    if config.runner.max_staleness > 0:
-        message = (
-            "vLLM takes new weights between rollouts, but rollouts never pause with"
-            f" max_staleness={config.runner.max_staleness}"
-        )
-        hint = f"set runner.max_staleness=0, or {NATIVE}"
-        yield Finding("runner.max_staleness", message, hint, "0", others=(BACKEND,))
 
 
 @RULES.note("rollout.backend", "rollout.precision", "model.trainable")

@@ -1,4 +1,4 @@
-"""The parts of a run that learns by reward from the episodes of a store."""
+"""The parts of a run whose experience comes from a store: episodes for replay buffers, rollouts for other losses."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from contextlib import ExitStack
 
 import torch
 
+from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.imitation import check_demos
 from embodrl.errors import StoreError
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.learners.off_policy import OffPolicyUpdater
 from embodrl.learners.replay import check_rewards, make_stores, with_data
 from embodrl.learners.rollout import Parts
+from embodrl.specs import LOSSES
 from embodrl.store.learner import PublishedWeights
 from embodrl.store.parts import open_store
+from embodrl.store.rollout_shards import put_run
 from embodrl.store.rollouts import StoreBackend, StoreCollector
 from embodrl.store.shards import EpisodeFilter, ShardReader
+from embodrl.store.shared_rollouts import SharedRollouts
+from embodrl.store.store import Store
 from embodrl.store.weights import newest_version
 from embodrl.trainer.files import PUBLISHED_DIR
-from embodrl.trainer.parts import OnStep, also_lost, make_policy, start_engine
+from embodrl.trainer.parts import OnStep, also_lost, learning, make_policy, start_engine
 from embodrl.trainer.session import RunSession
+from embodrl.trainer.settings import approved
 from embodrl.workers.reward import RewardWorker
 
 EVERY = 2**62
@@ -46,6 +53,30 @@ def build(
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
     should_stop = also_lost(engine, stopped)
     weights = PublishedWeights(store, session.directory / PUBLISHED_DIR, policy)
+    put_run(store, approved(session.loaded.to_yaml()))
+
+    rewards = RewardWorker(config, config.env.tasks)
+    closing.callback(rewards.close)
+
+    def collector(config: Config, engine: RolloutEngine) -> StoreCollector | SharedRollouts:
+        if LOSSES.entry(config.algorithm.loss_type).off_policy:
+            reader, check = _episodes(session, store)
+            return StoreCollector(config, engine, reader, weights, check, should_stop)
+        return SharedRollouts(config, engine, store, session.directory / "shards", weights, rewards, should_stop)
+
+    log_dir = session.directory / "logs"
+    rollouts = StoreBackend(config, acting, deployment.of("env"), log_dir, should_stop, collector, weights=weights)
+    closing.callback(rollouts.close)
+    if not LOSSES.entry(config.algorithm.loss_type).off_policy:
+        return Parts(policy, engine, rollouts, rewards, **learning(config, policy, engine, None, on_step))
+    stores = make_stores(config, policy)
+    updater = OffPolicyUpdater(config, engine, stores, on_step)
+    return Parts(policy, engine, rollouts, rewards, from_records=updater, replay=stores)
+
+
+def _episodes(session: RunSession, store: Store) -> tuple[ShardReader, Callable[[Demos], None]]:
+    """Return a reader of the store's episodes, and a function that raises if some do not fit the run."""
+    config = session.config
     cameras = config.env.cameras
     reader = ShardReader(
         store,
@@ -58,21 +89,4 @@ def build(
         check=lambda shard: check_rewards(shard, config),
     )
     named = with_data(config, str(config.store_url))
-
-    def check(demos: Demos) -> None:
-        check_demos(demos, named)
-
-    rollouts = StoreBackend(
-        config,
-        acting,
-        deployment.of("env"),
-        session.directory / "logs",
-        should_stop,
-        lambda config, engine: StoreCollector(config, engine, reader, weights, check, should_stop),
-        weights=weights,
-    )
-    closing.callback(rollouts.close)
-    stores = make_stores(config, policy)
-    updater = OffPolicyUpdater(config, engine, stores, on_step)
-    rewards = RewardWorker(config, config.env.tasks)
-    return Parts(policy, engine, rollouts, rewards, from_records=updater, replay=stores)
+    return reader, lambda demos: check_demos(demos, named)
