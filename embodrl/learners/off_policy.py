@@ -48,9 +48,10 @@ class OffPolicyUpdate(Update):
     """Trains the policy as SAC's actor, alongside critics; everything runs in float32.
 
     Attributes:
-        critic, target: ensembles on the policy's features; the second follows the first.
+        critic, target: ensembles on the policy's features, or on the whole state; the second follows the first.
         log_alpha: logarithm of the temperature, scalar.
-        modules: critics, targets and temperature as held by the engine. The policy's encoder trains with the critics.
+        modules: critics, targets and temperature as held by the engine. The policy's encoder trains with critics that
+            read it.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class OffPolicyUpdate(Update):
         self.actor = policy
         self.settings = settings = config.algorithm.off_policy
         chunk = math.prod(policy.chunk_shape)
-        shape = (policy.feature_dim + chunk, settings.critic_hidden_sizes, settings.layer_norm)
+        self.reads_state = settings.critic_reads == "state"
+        width = policy.state_dim if self.reads_state else policy.feature_dim
+        shape = (width + chunk, settings.critic_hidden_sizes, settings.layer_norm)
         self.critic = QEnsemble(settings.num_q, *shape)
         self.critic.init_weights(torch.Generator().manual_seed(config.runner.seed))
         self.critic.to(engine.device)
@@ -71,7 +74,7 @@ class OffPolicyUpdate(Update):
         self.log_alpha = nn.Parameter(torch.tensor(math.log(settings.alpha), device=engine.device))
         per_chunk = settings.target_entropy_per_number * chunk
         self.target_entropy = per_chunk if settings.target_entropy is None else settings.target_entropy
-        encoder = {id(p) for p in policy.encoder_parameters()}
+        encoder = set[int]() if self.reads_state else {id(p) for p in policy.encoder_parameters()}
         trained = engine.state.policy_parameters
         self.encoder_parameters = [p for p in trained if id(p) in encoder]
         self.actor_parameters = [p for p in trained if id(p) not in encoder]
@@ -96,12 +99,18 @@ class OffPolicyUpdate(Update):
         """
         self.engine.onload()
         self.set_rates(rates)
+        if self.reads_state:
+            metrics = self.update_critic(batch, generator)
+            return metrics | (self.update_actor(batch, number, generator) if self._actor_is_due(number) else {})
         # Pictures are encoded once: the actor reads what the critics saw before their step, as in DrQ-v2.
         seen = torch.zeros(len(batch), self.actor.feature_dim, device=self.engine.device)
         metrics = self.update_critic(batch.replace(row=torch.arange(len(batch))), generator, seen)
-        if number > self.settings.critic_warm_up and number % self.settings.policy_delay == 0:
+        if self._actor_is_due(number):
             metrics |= self.update_actor(batch.replace(seen=seen), number, generator)
         return metrics
+
+    def _actor_is_due(self, number: int) -> bool:
+        return number > self.settings.critic_warm_up and number % self.settings.policy_delay == 0
 
     def alpha(self) -> float:
         """Return the temperature."""
@@ -114,13 +123,19 @@ class OffPolicyUpdate(Update):
         alpha_lr = self.settings.alpha_lr or 0.0
         self.modules.set_learning_rates({"critic": rates.value, "encoder": rates.value, "log_alpha": alpha_lr})
 
+    def seen_by_critics(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return ``float32[B,F]``, or the whole state ``float32[B,S]``."""
+        return self.actor.whole_state(inputs) if self.reads_state else self.features(inputs)
+
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return what critics see, ``float32[B,F]``."""
+        """Return what the actor sees, ``float32[B,F]``."""
         [seen] = self.engine.run(lambda policy: (cast(OffPolicyActor, policy).features(inputs),))
         return cast(Tensor, seen)
 
     def seen_by_actor(self, part: Batch) -> Tensor:
-        """Return features ``float32[B,F]`` without gradients, since only the critics train the encoder."""
+        """Return features ``float32[B,F]``, without gradients if the critics train the encoder."""
+        if self.reads_state:
+            return self.features(part["inputs"])
         if "seen" in part:
             return part["seen"]
         with torch.no_grad():
@@ -145,7 +160,7 @@ class OffPolicyUpdate(Update):
         def loss_of(part: Batch) -> LossOutput:
             with torch.no_grad():
                 target = self.backup(part, chosen, alpha)
-            features = self.features(part["inputs"])
+            features = self.seen_by_critics(part["inputs"])
             if seen is not None:
                 seen[part["row"]] = features.detach()
             q = self.critic(features, part["actions"])
@@ -164,8 +179,9 @@ class OffPolicyUpdate(Update):
 
     def backup(self, part: Batch, chosen: Tensor, alpha: float) -> Tensor:
         """Return the targets of the critics, ``float32[B]``, by the critics ``chosen int64[E]`` and the temperature."""
-        following = self.features(part["next_inputs"])
-        actions, logprobs = self.sample(following, part["noise"])
+        following = self.seen_by_critics(part["next_inputs"])
+        read = self.features(part["next_inputs"]) if self.reads_state else following
+        actions, logprobs = self.sample(read, part["noise"])
         next_q = self.target(following, actions, chosen)
         settings = self.settings
         entropy = (logprobs, alpha, settings.backup_entropy, settings.target_q == "min")
@@ -185,7 +201,8 @@ class OffPolicyUpdate(Update):
         def loss_of(part: Batch) -> LossOutput:
             seen = self.seen_by_actor(part)
             actions, logprobs = self.sample(seen, part["noise"])
-            loss = sac(logprobs, self.critic(seen, actions), alpha, self.settings.actor_q == "min").sum() / total
+            valued = self.seen_by_critics(part["inputs"]) if self.reads_state else seen
+            loss = sac(logprobs, self.critic(valued, actions), alpha, self.settings.actor_q == "min").sum() / total
             metrics = {"entropy": -logprobs.detach().sum() / total}
             if bc_coef:
                 greedy = self.sample(seen, torch.zeros_like(part["noise"]))[0]

@@ -321,9 +321,18 @@ class OffPolicyActor(ABC):
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return critic inputs ``float32[B,F]`` from the output of ``preprocess``, with gradients."""
 
+    @property
+    @abstractmethod
+    def state_dim(self) -> int:
+        """S, the size of ``whole_state``."""
+
+    @abstractmethod
+    def whole_state(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the state ``float32[B,S]``, also what the policy does not read of it."""
+
     @abstractmethod
     def encoder_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters behind ``features``; the critic loss trains them, the actor loss does not."""
+        """Return the parameters behind ``features``, which the critic loss trains if the critics read them."""
 
     @abstractmethod
     def sample_chunk(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

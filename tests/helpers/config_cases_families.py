@@ -132,6 +132,7 @@ IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.cri
 TD3_BC = ("algorithm=td3_bc", "actor.optim.critic_warmup_iterations=0")
 DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
 DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
+READS = "algorithm.off_policy.critic_reads"
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
 HIL = (*SAC, "algorithm.off_policy.demos={tmp}", "algorithm.off_policy.demo_fraction=0.5")
 GATED = "algorithm.dagger.gate_threshold=0.3"
@@ -295,6 +296,19 @@ FAMILIES += [
         "algorithm.off_policy.subset",
         "off-policy-numbers-fit",
         ("algorithm.off_policy.subset=3", *SAC),
+    ),
+    Wrong("state critics of a state actor", READS, "critics-may-read-the-state-alone", (f"{READS}=state", *SAC)),
+    Wrong(
+        "state critics without a state",
+        "env.include_state",
+        "critics-may-read-the-state-alone",
+        (f"{READS}=state", *SAC, "model=cnn", "env.include_state=false"),
+    ),
+    Wrong(
+        "more of the state than there is room for",
+        "model.gaussian.seen_state_dim",
+        "the-policy-reads-a-part-of-its-state",
+        ("model=cnn", "model.gaussian.seen_state_dim=65"),
     ),
     Wrong(
         "shifts without pictures",

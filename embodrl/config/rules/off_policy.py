@@ -105,6 +105,27 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
+@rule("algorithm.off_policy.critic_reads", "algorithm.loss_type", "model", "env.include_state")
+def critics_may_read_the_state_alone(context: Context) -> Iterator[Finding]:
+    """Asymmetric critics of SAC belong to an actor that reads pictures, and there is a state."""
+    key = f"{SECTION}.critic_reads"
+    config, family = context.config, context.family
+    if config.algorithm.off_policy.critic_reads == "features" or not context.loss.off_policy or family is None:
+        return
+    reads = family.uses_images
+    if context.loss.name != "sac" or config.model.small_actor.kind is not None:
+        message = "critics that read the state belong to SAC and RLPD, without a small actor"
+        hint = "set it to features, or choose algorithm=sac or rlpd"
+        yield Finding(key, message, hint, "features", others=("algorithm.loss_type", "model.small_actor.kind"))
+    elif not (value_of(config, reads) if isinstance(reads, str) else reads):
+        message = f"{family.name} reads nothing but the state, as these critics do"
+        yield Finding(key, message, "set it to features, or choose model=cnn", "features", others=("model.model_type",))
+    elif not config.env.include_state:
+        message = "is false, but the critics read the state"
+        hint = f"set it to true, or {key}=features"
+        yield Finding("env.include_state", message, hint, "true", others=(key,))
+
+
 @rule("algorithm.off_policy.shift_pixels", "algorithm.loss_type", "model")
 def pictures_can_be_shifted(context: Context) -> Iterator[Finding]:
     """Shifts are of pictures in the replay buffer."""

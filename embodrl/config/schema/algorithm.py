@@ -161,6 +161,12 @@ class OffPolicyConfig(Section):
         default="min", description="reduction of all critics to the actor's objective"
     )
     critic_hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of each critic")
+    critic_reads: Literal["features", "state"] = Field(
+        default="features",
+        description="features: what the actor reads, pictures too, with the critics' gradients to the encoder; state:"
+        " the whole state alone, also the simulator's part of it, while the actor's loss trains the encoder (asymmetric"
+        " actor-critic, Pinto et al. 2017, arXiv 1710.06542)",
+    )
     layer_norm: bool = Field(default=True, description="LayerNorm before each ReLU of the critics")
     tau: float = Field(
         default=0.005, gt=0, le=1, description="fraction that target networks move towards the critics per update"

@@ -37,7 +37,8 @@ STATE_LIMIT = 10.0
 class GaussianSpec:
     """Dimensions of a policy (``GaussianArchitectureConfig``), and whether the weights normalise the state.
 
-    ``encoder_layer`` and ``encoder_width`` are 0 without a frozen encoder.
+    ``encoder_layer`` and ``encoder_width`` are 0 without a frozen encoder, ``seen_state_dim`` if all numbers of the
+    state are read.
     """
 
     num_action_chunks: int
@@ -54,13 +55,16 @@ class GaussianSpec:
     normalise_state: bool = False
     encoder_layer: int = 0
     encoder_width: int = 0
+    seen_state_dim: int = 0
 
     @classmethod
     def of(cls, shape: GaussianArchitectureConfig, num_action_chunks: int, action_dim: int) -> GaussianSpec:
         """Return the dimensions in the settings; the width of a frozen encoder is in its own files."""
-        sizes = shape.model_dump(exclude={"frozen_encoder", "encoder_layer"})
+        sizes = shape.model_dump(exclude={"frozen_encoder", "encoder_layer", "seen_state_dim"})
         layer = 0 if shape.frozen_encoder is None else shape.encoder_layer
-        return cls(num_action_chunks, action_dim, **sizes, encoder_layer=layer)
+        return cls(
+            num_action_chunks, action_dim, **sizes, encoder_layer=layer, seen_state_dim=shape.seen_state_dim or 0
+        )
 
     @property
     def num_features(self) -> int:
@@ -190,11 +194,18 @@ class GaussianModel(nn.Module):
         self.register_buffer("state_std", torch.tensor([*std, *[1.0] * padding]).clamp_min(MIN_STATE_STD))
         self.spec = replace(self.spec, normalise_state=True)
 
-    def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B,F]``: features of the images, and the (normalised) state."""
+    def whole_state(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the (normalised) state ``float32[B,S]``, also what the policy does not read of it."""
         state = inputs["state"].float()
         if self.spec.normalise_state:
             state = ((state - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
+        return state
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return ``float32[B,F]``: features of the images, and the (normalised) state, 0 where it is not read."""
+        state = self.whole_state(inputs)
+        if self.spec.seen_state_dim:
+            state = F.pad(state[:, : self.spec.seen_state_dim], (0, state.shape[1] - self.spec.seen_state_dim))
         if self.vision is None:
             return state
         seen = inputs[PATCHES if self.spec.encoder_layer else "images"]

@@ -184,6 +184,13 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         return self.model.features(inputs)
 
+    @property
+    def state_dim(self) -> int:
+        return self.model.spec.max_state_dim
+
+    def whole_state(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model.whole_state(inputs)
+
     def encoder_parameters(self) -> list[nn.Parameter]:
         return [] if self.model.vision is None else list(self.model.vision.parameters())
 
@@ -344,6 +351,7 @@ def read_spec(path: Path) -> GaussianSpec:
         normalise_state=fields.flag("normalise_state"),
         encoder_layer=fields.integer("encoder_layer", 0, high=512),
         encoder_width=fields.integer("encoder_width", 0, high=MAX_SIZE),
+        seen_state_dim=fields.integer("seen_state_dim", 0, high=MAX_SIZE),
         **{name: size(fields, name) for name in numbers},
     )
 

@@ -42,6 +42,11 @@ class GaussianArchitectureConfig(Section):
     )
     feature_dim: PositiveInt = Field(default=128, description="size of the image features of an observation")
     max_state_dim: PositiveInt = Field(default=64, description="states are zero-padded to this size")
+    seen_state_dim: PositiveInt | None = Field(
+        default=None,
+        description="numbers of the state that the policy reads, from the first; the others are for critics"
+        " (algorithm.off_policy.critic_reads=state); null: all",
+    )
     hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of the MLP")
     initial_std: PositiveFloat = Field(
         default=0.6, description="initial standard deviation before the tanh, for a policy without weights", lt=7
@@ -93,6 +98,17 @@ def gaussian_layers_exist(context: Context) -> Iterator[Finding]:
         message = f"{len(shape.channels)} convolutions, but images of {shape.image_size} pixels can be halved"
         message += f" {most} times"
         yield Finding("model.gaussian.channels", message, "set it to [16,32,64,64]", f"1 to {most} numbers")
+
+
+@RULES.rule("model.gaussian")
+def the_policy_reads_a_part_of_its_state(context: Context) -> Iterator[Finding]:
+    """The numbers that it reads are among those that it has room for."""
+    shape = context.model(GaussianModelConfig).gaussian
+    if shape.seen_state_dim is not None and shape.seen_state_dim > shape.max_state_dim:
+        key = "model.gaussian.seen_state_dim"
+        message = f"{shape.seen_state_dim} numbers, but the policy has room for {shape.max_state_dim}"
+        hint = f"set it to {shape.max_state_dim} or less, or raise model.gaussian.max_state_dim"
+        yield Finding(key, message, hint, f"1 to {shape.max_state_dim}", others=("model.gaussian.max_state_dim",))
 
 
 @RULES.rule("model.gaussian")

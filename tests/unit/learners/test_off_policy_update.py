@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.schedule import LearningRates
 from embodrl.learners.off_policy import SECTION, sample_transitions
+from embodrl.models.gaussian.policy import GaussianPolicy
 from embodrl.storage.checkpoint import CheckpointManager
 
 RATES = LearningRates(policy=1e-3, value=1e-3)
@@ -57,6 +60,38 @@ def test_critics_train_the_encoder_and_the_actor_does_not() -> None:
     moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
     assert moved and not any(".vision." in name for name in moved)
     assert all(torch.equal(a, b) for a, b in zip(critics.parameters(), update.critic.parameters(), strict=True))
+
+
+def test_critics_that_read_the_state_leave_the_encoder_to_the_actor() -> None:
+    config = config_of(policy_delay=1000, critic_reads="state")
+    updater = updater_of(config)
+    update, policy = updater.update, updater.engine.policy
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    critics = copy.deepcopy(update.critic)
+    updater.learn(generator())
+    assert all(torch.equal(p, before[name]) for name, p in policy.named_parameters())
+    assert all(not torch.equal(a, b) for a, b in zip(critics.parameters(), update.critic.parameters(), strict=True))
+    batch = sample_transitions(updater.stores, 8, config.algorithm, generator())
+    update.set_rates(RATES)
+    update.update_actor(batch, 1, generator())
+    moved = {name for name, p in policy.named_parameters() if not torch.equal(p, before[name])}
+    assert any(".vision." in name for name in moved) and any(".policy." in name for name in moved)
+
+
+def test_such_critics_see_no_pictures_and_the_actor_no_more_than_its_part_of_the_state() -> None:
+    config = config_of(critic_reads="state")
+    updater = updater_of(config)
+    update = updater.update
+    policy = cast(GaussianPolicy, updater.engine.policy)
+    policy.model.spec = replace(policy.model.spec, seen_state_dim=3)
+    batch = sample_transitions(updater.stores, 8, config.algorithm, generator())
+    inputs = {name.removeprefix("inputs."): tensor for name, tensor in batch["inputs"].items()}
+    dark = inputs | {"images": torch.zeros_like(inputs["images"])}
+    known = inputs | {"state": torch.cat([inputs["state"][:, :3], torch.zeros_like(inputs["state"][:, 3:])], 1)}
+    assert update.seen_by_critics(dark).equal(update.seen_by_critics(inputs))
+    assert not update.seen_by_critics(known).equal(update.seen_by_critics(inputs))
+    assert update.features(known).equal(update.features(inputs))
+    assert not update.features(dark).equal(update.features(inputs))
 
 
 def test_targets_follow_the_critics() -> None:
