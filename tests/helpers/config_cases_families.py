@@ -308,7 +308,7 @@ FAMILIES += [
         "more of the state than there is room for",
         "model.gaussian.seen_state_dim",
         "the-policy-reads-a-part-of-its-state",
-        ("model=cnn", "model.gaussian.seen_state_dim=65"),
+        ("model.gaussian.seen_state_dim=65", "model=cnn"),
     ),
     Wrong(
         "shifts without pictures",
