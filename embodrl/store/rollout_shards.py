@@ -71,20 +71,22 @@ class Demand:
 
     Attributes:
         version: updates done.
-        room: environments that may wait.
+        rows: environments of an update.
+        room: environments that may wait for weights of ``version``.
         max_staleness: updates that a rollout may be behind when it is trained on.
         ledger: rollouts that count already, also of updates that no checkpoint has yet.
     """
 
     version: int
+    rows: int
     room: int
     max_staleness: int
     ledger: Ledger
 
     def put(self, store: Store) -> None:
         """Write it; raises StoreError."""
-        numbers = {"version": self.version, "room": self.room, "max_staleness": self.max_staleness}
-        store.put_note(TAKEN, {**numbers, "ledger": self.ledger.content()})
+        names = ("version", "rows", "room", "max_staleness")
+        store.put_note(TAKEN, {**{name: getattr(self, name) for name in names}, "ledger": self.ledger.content()})
 
     @classmethod
     def of(cls, store: Store) -> Self | None:
@@ -92,23 +94,29 @@ class Demand:
         mark = store.mark(TAKEN)
         if mark is None:
             return None
-        numbers = (mark.integer("version"), mark.integer("room"), mark.integer("max_staleness"))
-        return cls(*numbers, Ledger.read(mark.fields("ledger")))
+        return cls(
+            version=mark.integer("version"),
+            rows=mark.integer("rows"),
+            room=mark.integer("room"),
+            max_staleness=mark.integer("max_staleness"),
+            ledger=Ledger.read(mark.fields("ledger")),
+        )
 
     def has_room(self, store: Store, version: int) -> bool:
         """Return whether a rollout by weights of ``version`` may begin.
 
-        Rollouts that are too old to be trained on take no room; those that others have begun are not known, so that
-        each of them may add one. Raises StoreError.
+        Older weights leave less room: their rollouts have to be trained on sooner. Rollouts that are too old take none;
+        those that others have begun are not known, so that each of them may add one. Raises StoreError.
         """
-        if self.version - version > self.max_staleness:
+        behind = self.version - version
+        if behind > self.max_staleness:
             return False  # newer weights are on their way
         waiting = 0
         for name in store.names(ROLLOUTS):
             mark = None if self.ledger.has(*place_of(name)) else store.mark(name)
             if mark is not None and 0 <= self.version - mark.integer("began") <= self.max_staleness:
                 waiting += mark.integer("rows")
-        return waiting < self.room
+        return waiting < self.room - behind * self.rows
 
 
 def rows_of_update(config: Config) -> int:

@@ -164,7 +164,7 @@ class SharedRollouts(NoCollector):
         # What waits may not add up to an update: then it takes no room.
         spare = waiting if waiting >= wanted and self._choose(wanted) is None else 0
         stale = self.config.runner.max_staleness
-        demand = Demand(self.engine.version, (stale + 1) * rows + spare, stale, ledger)
+        demand = Demand(self.engine.version, rows, (stale + 1) * rows + spare, stale, ledger)
         if demand != self._told:
             demand.put(self._store)
             self._told = demand

@@ -214,7 +214,7 @@ def test_what_a_checkpoint_has_taken_leaves_the_store_but_for_the_newest_of_each
         run.collector.gather(1)
     assert run.store.names(ROLLOUTS) == [f"{ROLLOUTS}/{name}" for name in ("a-000001", "a-000002", "b-000000")]
     demand = Demand.of(run.store)
-    assert demand is not None and (demand.version, demand.room, demand.max_staleness) == (1, 4, 0)
+    assert demand is not None and (demand.version, demand.rows, demand.room, demand.max_staleness) == (1, 4, 4, 0)
     assert demand.ledger.content() == run.counted() == {"a": {"next": 3, "open": []}, "b": {"next": 1, "open": []}}
     for collector, expected in (("a", 3), ("b", 1), ("c", 0)):
         spool = Spool(run.store, tmp_path / "elsewhere", collector)
@@ -225,13 +225,14 @@ def test_who_joined_may_begin_while_fewer_environments_wait_than_the_bound(tmp_p
     run = Run(tmp_path)
     ledger = Ledger()
     ledger.add("a", 0)
-    demand = Demand(version=2, room=8, max_staleness=1, ledger=ledger)
+    demand = Demand(version=2, rows=4, room=8, max_staleness=1, ledger=ledger)
     assert not demand.has_room(run.store, 0), "its weights are too old"
     assert demand.has_room(run.store, 1)
     # Counted are 2 of a-2, 2 of a-3 and 2 of b-0; a-0 was taken, a-1 is too old, and a-4 is of lost weights.
     run.arrive(*(rollout("a", number, began, 0.0) for number, began in enumerate((1, 0, 1, 2, 3))))
     run.arrive(rollout("b", 0, 2, 0.0))
     assert demand.has_room(run.store, 2)
+    assert not demand.has_room(run.store, 1), "it would be too old when two updates have been made before it"
     run.arrive(rollout("b", 1, 2, 0.0))
     assert not demand.has_room(run.store, 2)
 
