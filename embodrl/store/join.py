@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,7 +30,7 @@ from embodrl.store.parts import DONE, open_store
 from embodrl.store.rollout_shards import MARK, ROLLOUTS, Demand, SharedRollout, run_of
 from embodrl.store.shards import place_of
 from embodrl.store.shared_rollouts import rollout_settings
-from embodrl.store.store import Retry, Store
+from embodrl.store.store import Retry, Store, pause
 from embodrl.store.weights import download_versions
 from embodrl.trainer.stop import StopSignal
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
@@ -44,7 +43,6 @@ from embodrl.workers.reward import RewardWorker
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
 # Simulators keep a journal that rollouts from fresh episodes never read, so it would only grow.
 _ROLLOUTS_A_JOURNAL = 64
 
@@ -143,7 +141,6 @@ class RolloutWriter:
         engine: acts; another thread gives it newer weights.
         runner: all environments of this process.
         rewards: judges the episodes; None without a reward function or model.
-        pause: called while there is nothing to do.
         first: number of the first rollout.
         is_ready: returns whether the engine has weights of the run; raises StoreError if another process has the name.
         log: sink for the metrics of rollouts, with their count as ``iteration``.
@@ -157,7 +154,6 @@ class RolloutWriter:
         rewards: RewardWorker | None,
         store: Store,
         spool: Spool,
-        pause: Callable[[], None],
         first: int,
         is_ready: Callable[[], bool],
         log: Callable[[dict[str, float | None]], object],
@@ -168,11 +164,11 @@ class RolloutWriter:
         self.rewards = rewards
         self.store = store
         self.spool = spool
-        self.pause = pause
         self.is_ready = is_ready
         self.log = log
         self.retry = Retry(logger.warning)
         self.name = store_settings(config).collector
+        self.poll_s = store_settings(config).poll_s
         self.stream = zlib.crc32(self.name.encode())
         self.next = first
         train = config.env.train
@@ -212,7 +208,7 @@ class RolloutWriter:
                 return True
             if wanted:
                 return False
-            self.pause()
+            pause(self.poll_s, should_stop)
         return True
 
     def _is_wanted(self) -> bool | None:
@@ -280,12 +276,7 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
             lease.check()
             return source.has_taken(weights)
 
-        def pause() -> None:
-            until_s = time.monotonic() + settings.poll_s
-            while time.monotonic() < until_s and not stop:
-                time.sleep(min(_LOOK_S, settings.poll_s))
-
-        writer = RolloutWriter(config, engine, runner, rewards, store, spool, pause, first, is_ready, metrics.log)
+        writer = RolloutWriter(config, engine, runner, rewards, store, spool, first, is_ready, metrics.log)
         say(f"gathering for the run of {store} as {settings.collector}")
         stop.can_save("the same command continues; the rollout under way is made again")
         writer.run(lambda: bool(stop), lambda count, note: say(f"rollout {count}: {note}"))

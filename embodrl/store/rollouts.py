@@ -29,13 +29,12 @@ from embodrl.store.learner import PublishedWeights
 from embodrl.store.parts import DONE
 from embodrl.store.shards import ShardPart, ShardReader
 from embodrl.store.shared_rollouts import SharedRollouts
-from embodrl.store.store import Retry
+from embodrl.store.store import Retry, pause
 from embodrl.types import Observation
 from embodrl.workers.collector import Metrics, NoCollector, RolloutState
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.2
 READ = "store"
 """Key in a checkpoint: what has been read from the store."""
 
@@ -98,13 +97,8 @@ class StoreCollector(NoCollector):
                 return taken
             if not found:
                 self._weights.catch_up()
-                self._sleep(store_settings(self.config).poll_s)
+                pause(store_settings(self.config).poll_s, self._should_stop)
         raise InterruptedError
-
-    def _sleep(self, seconds: float) -> None:
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s and not self._should_stop():
-            time.sleep(min(_LOOK_S, seconds))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().update_weights(weights, version)

@@ -28,7 +28,7 @@ from embodrl.store.rollout_shards import (
     rows_of_update,
 )
 from embodrl.store.shards import place_of
-from embodrl.store.store import Retry, Store
+from embodrl.store.store import Retry, Store, pause
 from embodrl.workers.async_collector import PLAYERS, join_shards, shard_settings
 from embodrl.workers.collector import Metrics, NoCollector, RolloutState, rollout_metrics
 from embodrl.workers.lockstep import ShardMeta, meta_of
@@ -38,7 +38,6 @@ from embodrl.workers.saved_rollouts import check_policy
 logger = logging.getLogger(__name__)
 
 NUM_ENVS = "env.train.total_num_envs"
-_LOOK_S = 0.2
 
 
 def rollout_settings(config: Config) -> dict[str, object]:
@@ -111,7 +110,7 @@ class SharedRollouts(NoCollector):
             if not self._retry(self._poll, default=False):
                 self._weights.catch_up()
                 self._retry(self._tell, rows)
-                self._sleep(store_settings(self.config).poll_s)
+                pause(store_settings(self.config).poll_s, self._should_stop)
         self._waited_s += time.perf_counter() - started_s
         taken = {name: self._waiting.pop(name) for name in chosen}
         self._given |= taken
@@ -201,11 +200,6 @@ class SharedRollouts(NoCollector):
         self._waiting[name] = shared
         return True
 
-    def _sleep(self, seconds: float) -> None:
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s and not self._should_stop():
-            time.sleep(min(_LOOK_S, seconds))
-
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().update_weights(weights, version)
         for shared in self._given.values():
@@ -233,7 +227,7 @@ class SharedRollouts(NoCollector):
             return True
 
         while not (self._retry(clean, default=False) or self._should_stop()):
-            self._sleep(store_settings(self.config).poll_s)
+            pause(store_settings(self.config).poll_s, self._should_stop)
 
     def kept(self) -> None:
         """Remove what the newest checkpoint has taken from the store."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,7 @@ from embodrl.fields import MAX_JSON_BYTES, Fields, parse_fields
 from embodrl.storage.atomic import atomic_directory, sync_directory, sync_tree
 from embodrl.storage.integrity import sha256_of
 
+_LOOK_S = 0.2
 OUTAGES = ("store-unreachable", "store-full")
 """Codes of possibly transient errors."""
 _HINT = "see docs/store.md; earlier data is intact"
@@ -219,6 +221,13 @@ class Store:
             for path in (self._path(name, STABLE), self._path(name)):
                 with suppress(FileNotFoundError):
                     self._fs.rm(path, recursive=True)
+
+
+def pause(seconds: float, should_stop: Callable[[], bool]) -> None:
+    """Sleep for some seconds, or until ``should_stop`` returns True."""
+    until_s = time.monotonic() + seconds
+    while (left_s := until_s - time.monotonic()) > 0 and not should_stop():
+        time.sleep(min(_LOOK_S, left_s))
 
 
 class Retry:
