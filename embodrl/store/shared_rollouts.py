@@ -6,6 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -46,6 +47,17 @@ def rollout_settings(config: Config) -> dict[str, object]:
     return {key: value for key, value in found.items() if key not in (PLAYERS, NUM_ENVS)}
 
 
+@dataclass
+class _Update:
+    """The update in progress, which may be undone: its rollouts, groups so far, seconds waited, and dropped steps."""
+
+    rollouts: dict[str, SharedRollout] = field(default_factory=dict[str, SharedRollout])
+    metas: list[ShardMeta] = field(default_factory=list[ShardMeta])
+    num_groups: int = 0
+    waited_s: float = 0.0
+    env_steps_dropped: int = 0
+
+
 class SharedRollouts(NoCollector):
     """Takes the oldest rollouts of a store until they have an update's environments; each counts once.
 
@@ -80,21 +92,14 @@ class SharedRollouts(NoCollector):
         self._settings = rollout_settings(config)
         self._ledger = Ledger()
         self._waiting: dict[str, SharedRollout] = {}
-        self._given: dict[str, SharedRollout] = {}  # to the update in progress, which may be undone
-        self._metas: list[ShardMeta] = []
-        self._num_groups = 0
-        self._waited_s = 0.0
+        self._update = _Update()
         self._rejected = 0
-        self._env_steps_dropped = 0  # of rollouts that were rejected, not counted yet
-        self._counted_dropped = 0  # likewise, counted by the update in progress
+        self._env_steps_dropped = 0  # of rejected rollouts, in no update yet
         self._told: Demand | None = None
         self._warned: set[str] = set()
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         self.undo()
-        self._metas = []
-        self._num_groups = 0
-        self._waited_s = 0.0
         return self._gather(rows_of_update(self.config))
 
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -111,22 +116,23 @@ class SharedRollouts(NoCollector):
                 self._weights.catch_up()
                 self._retry(self._tell, rows)
                 pause(store_settings(self.config).poll_s, self._should_stop)
-        self._waited_s += time.perf_counter() - started_s
+        update = self._update
+        update.waited_s += time.perf_counter() - started_s
         taken = {name: self._waiting.pop(name) for name in chosen}
-        self._given |= taken
+        update.rollouts |= taken
         batches = [shared.batch for shared in taken.values()]
-        self._metas += [meta_of(batch) for batch in batches]
+        update.metas += [meta_of(batch) for batch in batches]
         # Steps of rejected rollouts were simulated, so they count, once.
-        whole = join_shards(batches, self._env_steps_dropped, self._num_groups)
-        self._counted_dropped += self._env_steps_dropped
+        whole = join_shards(batches, self._env_steps_dropped, update.num_groups)
+        update.env_steps_dropped += self._env_steps_dropped
         self._env_steps_dropped = 0
-        self._num_groups = int(whole["group_id"].max()) + 1
+        update.num_groups = int(whole["group_id"].max()) + 1
         metrics: Metrics = {
             "staleness/queue": float(len(self._waiting)),
             "staleness/rejected_shards": float(self._rejected),
-            "time/wait_s": self._waited_s,
+            "time/wait_s": update.waited_s,
         }
-        return whole, rollout_metrics(self._metas) | metrics
+        return whole, rollout_metrics(update.metas) | metrics
 
     def _choose(self, rows: int) -> list[str] | None:
         """Return rollouts with so many environments, of the oldest that add up to them; None if there are none."""
@@ -156,7 +162,7 @@ class SharedRollouts(NoCollector):
             wanted: environments that are waited for.
         """
         ledger = Ledger.read(Fields(self._ledger.content(), "the ledger"))
-        for shared in self._given.values():  # of this update, which asks for more
+        for shared in self._update.rollouts.values():  # of this update, which asks for more
             ledger.add(shared.collector, shared.number)
         rows = rows_of_update(self.config)
         waiting = sum(shared.rows for shared in self._waiting.values())
@@ -172,9 +178,9 @@ class SharedRollouts(NoCollector):
         """Read one new rollout, the oldest number first; return whether there was any.
 
         Raises:
-            StoreError: the store can't be reached, or a rollout was made with other settings.
+            StoreError: the store can't be reached, or a rollout is damaged.
         """
-        known = self._waiting.keys() | self._given.keys()
+        known = self._waiting.keys() | self._update.rollouts.keys()
         names = [name for name in self._store.names(ROLLOUTS) if name not in known]
         new = [name for name in names if not self._ledger.has(*place_of(name))]
         if not new:
@@ -202,17 +208,15 @@ class SharedRollouts(NoCollector):
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         super().update_weights(weights, version)
-        for shared in self._given.values():
+        for shared in self._update.rollouts.values():
             self._ledger.add(shared.collector, shared.number)
-        self._given = {}
-        self._counted_dropped = 0
+        self._update = _Update()
 
     def undo(self) -> None:
         """Give the rollouts of the current update to the next one."""
-        self._waiting |= self._given
-        self._given = {}
-        self._env_steps_dropped += self._counted_dropped
-        self._counted_dropped = 0
+        self._waiting |= self._update.rollouts
+        self._env_steps_dropped += self._update.env_steps_dropped
+        self._update = _Update()
 
     def resumed(self) -> None:
         """Reject what weights have made that followed the checkpoint: they are lost, and others get their numbers."""
@@ -243,7 +247,7 @@ class SharedRollouts(NoCollector):
             {
                 "ledger": self._ledger.content(),
                 "rejected": self._rejected,
-                "env_steps_dropped": self._env_steps_dropped + self._counted_dropped,
+                "env_steps_dropped": self._env_steps_dropped + self._update.env_steps_dropped,
             }
         )
 
@@ -253,4 +257,4 @@ class SharedRollouts(NoCollector):
         self._rejected = fields.integer("rejected")
         self._env_steps_dropped = fields.integer("env_steps_dropped")
         self._waiting = {}
-        self._given = {}
+        self._update = _Update()

@@ -120,6 +120,9 @@ class AsyncCollector:
         target: receives the weights that the runners act with.
         should_stop: polled while waiting; if it returns True, ``gather`` raises InterruptedError.
         rewards: computes the rewards of the shards; checkpoints keep the rewards that are already known.
+
+    Attributes:
+        num_parts: shards that all environments run at once.
     """
 
     def __init__(
@@ -137,7 +140,9 @@ class AsyncCollector:
         self.should_stop = should_stop
         self.schedule = schedule
         self.rewards = rewards
-        count = self.num_parts
+        self.num_parts = count = sum(
+            runner.num_shards if isinstance(runner, StreamRunner) else 1 for runner in self.runners
+        )
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
         self._shards = _Shards()
         self._update = _Update()
@@ -147,11 +152,6 @@ class AsyncCollector:
         self._drained = False
         self._closing = False
         self._threads: list[threading.Thread] = []
-
-    @property
-    def num_parts(self) -> int:
-        """Shards that all environments run at once."""
-        return sum(runner.num_shards if isinstance(runner, StreamRunner) else 1 for runner in self.runners)
 
     # -- trainer side --------------------------------------------------------------------------------------------------
 
