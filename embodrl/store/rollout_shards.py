@@ -149,10 +149,15 @@ class SharedRollout:
         """Newest version of the weights that chose a chunk."""
         return int(self.batch.policy_version.max())
 
+    @property
+    def env_steps(self) -> int:
+        """Environment steps that were simulated."""
+        return int(self.batch.meta["env_steps"])
+
     def write(self, directory: Path, settings: Mapping[str, object]) -> None:
         """Write it into a directory, with the settings that made it; raises OutputError."""
         save_rollout(directory / FILE, self.batch, {})
-        facts = {"began": self.began, "newest": self.newest, "rows": self.rows}
+        facts = {"began": self.began, "newest": self.newest, "rows": self.rows, "env_steps": self.env_steps}
         paid = {} if self.rewards is None else {"rewards": self.rewards["outcomes"]}
         write_json_file(directory / MARK, {**facts, **paid, **record_of(settings)})
 

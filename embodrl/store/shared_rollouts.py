@@ -152,7 +152,7 @@ class SharedRollouts(NoCollector):
 
     def _reject(self, shared: SharedRollout) -> None:
         self._ledger.add(shared.collector, shared.number)
-        self._env_steps_dropped += int(shared.batch.meta["env_steps"])
+        self._env_steps_dropped += shared.env_steps
         self._rejected += 1
 
     def _tell(self, wanted: int) -> None:
@@ -227,6 +227,7 @@ class SharedRollouts(NoCollector):
                 mark = None if self._ledger.has(*place_of(name)) else self._store.mark(name)
                 if mark is not None and mark.integer("newest") > self.engine.version:
                     self._ledger.add(*place_of(name))
+                    self._env_steps_dropped += mark.integer("env_steps")
                     self._rejected += 1
             return True
 

@@ -185,7 +185,9 @@ def test_a_run_that_went_back_rejects_what_followed_its_checkpoint(tmp_path: Pat
     run.arrive(rollout("a", 0, 3, 1.0), rollout("a", 1, 3, 2.0, newest=4), rollout("b", 0, 3, 3.0))
     run.collector.resumed()
     assert run.counted() == {"a": {"next": 2, "open": [0]}}
-    assert run.values() == [1.0, 3.0]
+    batch, _ = run.collector.gather(3)
+    assert batch.rewards[0, ::ROWS, 0].tolist() == [1.0, 3.0]
+    assert batch.meta["env_steps"] == 12 + 6, "what was lost has been simulated, too"
 
 
 def test_an_outage_while_the_trainer_tells_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
