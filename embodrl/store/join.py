@@ -1,4 +1,4 @@
-"""`embodrl join`: simulators and a policy that gather for a run with ``store.url``, as long as they are wanted."""
+"""`embodrl join`: simulators and a policy that gather experience for a run with ``store.url`` until it ends."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
 
         writer = RolloutWriter(config, engine, runner, rewards, store, spool, first, is_ready, metrics.log)
         say(f"gathering for the run of {store} as {settings.collector}")
-        stop.can_save("the same command continues; the rollout under way is made again")
+        stop.can_save("the same command continues, and repeats the rollout in progress")
         writer.run(lambda: bool(stop), lambda count, note: say(f"rollout {count}: {note}"))
         retry(spool.upload)
         say(f"{writer.next} rollouts of {settings.collector} have been made")

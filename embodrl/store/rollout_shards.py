@@ -199,13 +199,13 @@ def run_of(store: Store) -> tuple[str, str]:
 
 
 def put_run(store: Store, config_yaml: str) -> None:
-    """Write the configuration of a run that begins or goes on; raises StoreError."""
+    """Write the configuration of a run that starts or resumes; raises StoreError."""
     mark = store.mark(SETTINGS)
     store.put_note(SETTINGS, {"config": config_yaml, "id": secrets.token_hex(8) if mark is None else mark.text("id")})
 
 
 def removable(names: Iterable[str], ledger: Ledger) -> list[str]:
-    """Return rollouts that count already, but for each collector's newest, from which it goes on numbering."""
+    """Return the counted rollouts, except each collector's newest, from which its numbering continues."""
     places = {name: place_of(name) for name in names}
     newest = dict(sorted(places.values()))
     return [name for name, place in places.items() if ledger.has(*place) and newest[place[0]] != place[1]]

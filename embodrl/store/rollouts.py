@@ -70,7 +70,7 @@ class StoreCollector(NoCollector):
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         started_s = time.perf_counter()
         if not self._taken:
-            self._retry(self._weights.store.remove, DONE)  # of a run that has ended before, and goes on
+            self._retry(self._weights.store.remove, DONE)  # left by a run that has been extended
             self._taken = self._await(self.config.env.train.total_num_envs * self._steps)
         waited_s = time.perf_counter() - started_s
         demos = observed(Demos.concat([part.demos for part in self._taken], with_outcomes=True), self.config)

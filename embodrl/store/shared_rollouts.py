@@ -42,7 +42,7 @@ NUM_ENVS = "env.train.total_num_envs"
 
 
 def rollout_settings(config: Config) -> dict[str, object]:
-    """Return the settings that rollouts depend on, by key: those of the trainer and of all who joined it agree."""
+    """Return the settings that rollouts depend on, by key; the trainer and all joined processes must share them."""
     found = shard_settings(config, 1)
     return {key: value for key, value in found.items() if key not in (PLAYERS, NUM_ENVS)}
 
@@ -222,7 +222,7 @@ class SharedRollouts(NoCollector):
         """Reject what weights have made that followed the checkpoint: they are lost, and others get their numbers."""
 
         def clean() -> bool:
-            self._store.remove(DONE)  # of a run that has ended before, and goes on
+            self._store.remove(DONE)  # left by a run that has been extended
             for name in self._store.names(ROLLOUTS):
                 mark = None if self._ledger.has(*place_of(name)) else self._store.mark(name)
                 if mark is not None and mark.integer("newest") > self.engine.version:

@@ -54,7 +54,7 @@ class ShardSource(Protocol):
 
 @dataclass
 class _Slot:
-    """A group of environments, and the shard under way in it."""
+    """A group of environments, and its shard in progress."""
 
     rows: NDArray[np.int64]
     outcomes: OutcomeRecorder
@@ -97,7 +97,7 @@ class StreamRunner:
         self._observation: Observation | None = None
 
     def run(self, source: ShardSource, shards_a_journal: int) -> None:
-        """Play until the source needs no more; the shards under way are then given back.
+        """Play until the source needs no more; then return the shards in progress.
 
         After so many shards none begins until all have ended, and the simulators drop their history.
         """

@@ -4,7 +4,7 @@ Each version of the weights is published in the run's directory, from which a se
 Every answer names its server and version; an answer with another version, or from a restarted server, is requested
 again. If a server does not answer, the others take over its rows; without any server, the run waits. Ahead of training
 (``runner.max_staleness``, or weights of a store) newer versions do as well, each batch goes to the server with the
-fewest under way, and several stages ask at once: any idle server acts for any simulators.
+fewest requests in progress, and stages ask concurrently: any idle server acts for any simulators.
 
 Shapes: B batch, C actions in a chunk, A action dimensions.
 """
