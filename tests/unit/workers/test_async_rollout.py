@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -69,12 +69,12 @@ class Parts:
             assert self.worker._changed.wait_for(done, TIMEOUT_S)
 
 
-@pytest.fixture
-def started() -> Iterator[Any]:
-    made: list[Parts] = []
+def closed_afterwards(make: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield a function that makes parts as ``make`` does; their rollouts end with the test."""
+    made: list[Any] = []
 
-    def start(*overrides: str, **options: Any) -> Parts:
-        made.append(Parts(*overrides, **options))
+    def start(*overrides: str, **options: Any) -> Any:
+        made.append(make(*overrides, **options))
         return made[-1]
 
     yield start
@@ -82,6 +82,11 @@ def started() -> Iterator[Any]:
         parts.policy.allowed.release(10**6)
         parts.worker.close()
         assert not any(thread.is_alive() for thread in parts.worker._threads)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Any]]:
+    yield from closed_afterwards(Parts)
 
 
 def test_the_first_rollout_is_that_of_a_synchronous_run(started: Any) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_async_rollout import PacedPolicy
+from test_async_rollout import PacedPolicy, closed_afterwards
 from test_rollout import FaultyToy, KnownPolicy, ToyPool, config_of, worker_of
 
 from embodrl.envs.pool.local import LocalPool
@@ -61,18 +61,8 @@ class Parts:
 
 
 @pytest.fixture
-def started() -> Iterator[Any]:
-    made: list[Parts] = []
-
-    def start(*overrides: str, **options: Any) -> Parts:
-        made.append(Parts(*overrides, **options))
-        return made[-1]
-
-    yield start
-    for parts in made:
-        parts.policy.allowed.release(10**6)
-        parts.worker.close()
-        assert not any(thread.is_alive() for thread in parts.worker._threads)
+def started() -> Iterator[Callable[..., Any]]:
+    yield from closed_afterwards(Parts)
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
