@@ -214,15 +214,18 @@ def test_a_session_is_for_runs_that_learn_from_their_rollouts(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_the_loop_written_out_trains(tmp_path: Path) -> None:
+def test_the_loop_written_out_learns_what_the_command_does(tmp_path: Path) -> None:
     path = ROOT / "examples" / "training_loop" / "ppo.py"
     assert len(path.read_text().splitlines()) <= 80
     small = ["env=toy", "model=mlp", "env.state=full", "runner.max_iterations=2", "env.eval.num_episodes=8"]
     small += ["env.num_processes=1", "env.train.max_steps_per_rollout_epoch=25", "actor.global_batch_size=8"]
-    small += ["actor.micro_batch_size=8", f"runner.output_dir={tmp_path}"]
-    script(path, *small)
-    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 2
-    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    small += ["actor.micro_batch_size=8", "actor.optim.critic_warmup_iterations=0"]
+    script(path, *small, f"runner.output_dir={tmp_path / 'script'}")
+    trained = embodrl.train([*small, f"runner.output_dir={tmp_path / 'run'}"])
+    rows = [json.loads(line) for line in (tmp_path / "script" / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and [unclocked(row) for row in rows] == [unclocked(row) for row in trained.metrics[1:]]
+    found, expected = (load_file(tmp_path / each / "policy" / "model.safetensors") for each in ("script", "run"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_examples_without_a_simulator_run() -> None:
