@@ -34,7 +34,7 @@ from embodrl.store.store import Retry, Store, pause
 from embodrl.store.weights import download_versions
 from embodrl.trainer.stop import StopSignal
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
-from embodrl.workers.collector import EpisodeSchedule, rollout_metrics
+from embodrl.workers.collector import EpisodeSchedule, Metrics, rollout_metrics
 from embodrl.workers.env import check_environments, make_pool
 from embodrl.workers.lockstep import Shard, meta_of
 from embodrl.workers.parts import make_acting, prepare_acting
@@ -100,26 +100,27 @@ def _check_sizes(trained: Config, config: Config) -> None:
 
 
 class Spool:
-    """The rollouts of a collector on this machine; the newest stays, so that numbers go on after a kill."""
+    """The rollouts of a collector on their way to a store; the newest stays here, so numbers go on after a kill."""
 
     def __init__(self, store: Store, directory: Path, collector: str) -> None:
         self._store = store
         self._directory = directory
-        self._collector = collector
+        self.collector = collector
 
     def _complete(self) -> list[Path]:
-        return sorted(self._directory.glob(f"{self._collector}-{'[0-9]' * 6}"))
+        return sorted(self._directory.glob(f"{self.collector}-{'[0-9]' * 6}"))
 
-    def next_number(self, demand: Demand | None) -> int:
+    def next_number(self) -> int:
         """Return the number after all that this collector has made; raises StoreError."""
+        demand = Demand.of(self._store)
         names = [path.name for path in self._complete()] + self._store.names(ROLLOUTS)
-        own = [number for collector, number in map(place_of, names) if collector == self._collector]
-        taken = 0 if demand is None else demand.ledger.next.get(self._collector, 0)
+        own = [number for collector, number in map(place_of, names) if collector == self.collector]
+        taken = 0 if demand is None else demand.ledger.next.get(self.collector, 0)
         return max([number + 1 for number in own] + [taken])
 
     def add(self, rollout: SharedRollout, settings: dict[str, object]) -> None:
         """Save a rollout durably; raises OutputError."""
-        with atomic_directory(self._directory / f"{self._collector}-{rollout.number:06d}") as staging:
+        with atomic_directory(self._directory / f"{self.collector}-{rollout.number:06d}") as staging:
             rollout.write(staging, settings)
 
     def upload(self) -> bool:
@@ -131,6 +132,24 @@ class Spool:
             remove(path)
         return True
 
+    def room(self, version: int | None) -> bool | None:
+        """Copy everything into the store, and ask whether it has room for a rollout by weights of this version.
+
+        Args:
+            version: None if there are none of the run yet.
+
+        Returns:
+            None after the trainer's end.
+
+        Raises:
+            StoreError: the store can't be reached.
+        """
+        self.upload()
+        if self._store.mark(DONE) is not None:
+            return None
+        demand = None if version is None else Demand.of(self._store)
+        return demand is not None and version is not None and demand.has_room(self._store, version)
+
 
 class RolloutWriter:
     """Makes numbered rollouts while the trainer has room for them.
@@ -141,9 +160,10 @@ class RolloutWriter:
         engine: acts; another thread gives it newer weights.
         runner: all environments of this process.
         rewards: judges the episodes; None without a reward function or model.
-        first: number of the first rollout.
         is_ready: returns whether the engine has weights of the run; raises StoreError if another process has the name.
-        log: sink for the metrics of rollouts, with their count as ``iteration``.
+
+    Attributes:
+        next: number of the next rollout.
     """
 
     def __init__(
@@ -152,33 +172,31 @@ class RolloutWriter:
         engine: RolloutEngine,
         runner: EpisodeRunner,
         rewards: RewardWorker | None,
-        store: Store,
         spool: Spool,
-        first: int,
         is_ready: Callable[[], bool],
-        log: Callable[[dict[str, float | None]], object],
     ) -> None:
         self.config = config
         self.engine = engine
         self.runner = runner
         self.rewards = rewards
-        self.store = store
         self.spool = spool
         self.is_ready = is_ready
-        self.log = log
         self.retry = Retry(logger.warning)
-        self.name = store_settings(config).collector
         self.poll_s = store_settings(config).poll_s
-        self.stream = zlib.crc32(self.name.encode())
-        self.next = first
+        self.stream = zlib.crc32(spool.collector.encode())
+        self.next = spool.next_number()
         train = config.env.train
         if not train.use_fixed_reset_state_ids:  # then all have the same
             train = train.model_copy(update={"seed": train.seed + self.stream})
         own = config.model_copy(update={"env": config.env.model_copy(update={"train": train})})
         self.schedule = EpisodeSchedule(own, config.env.train.total_num_envs, len(config.env.tasks))
 
-    def run(self, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
+    def run(self, should_stop: Callable[[], bool], made: Callable[[Metrics], None]) -> None:
         """Make rollouts until the trainer has finished, or until asked to stop.
+
+        Args:
+            should_stop: polled, within rollouts too.
+            made: called with the metrics of each rollout.
 
         Raises:
             StoreError: the store refuses a rollout.
@@ -192,11 +210,9 @@ class RolloutWriter:
                 rewards = None if self.rewards is None else self.rewards.detach(batch, should_stop)
             except InterruptedError:
                 return
-            self.spool.add(SharedRollout(self.name, self.next, began, batch, rewards), settings)
+            self.spool.add(SharedRollout(self.spool.collector, self.next, began, batch, rewards), settings)
             self.next += 1
-            metrics = rollout_metrics([meta_of(batch)])
-            self.log({"iteration": self.next, **metrics, "collect/policy_version": self.engine.version})
-            tell(self.next, f"success {metrics.get('rollout/success_rate') or 0:.0%}, version {self.engine.version}")
+            made(rollout_metrics([meta_of(batch)]) | {"collect/policy_version": self.engine.version})
             if self.next % _ROLLOUTS_A_JOURNAL == 0:
                 self.runner.rebuild()
 
@@ -212,13 +228,8 @@ class RolloutWriter:
         return True
 
     def _is_wanted(self) -> bool | None:
-        """Copy what is finished; return whether there is room for another rollout, or None after the trainer's end."""
         is_ready = self.is_ready()  # first, since it raises if another process has taken the name
-        self.spool.upload()
-        if self.store.mark(DONE) is not None:
-            return None
-        demand = Demand.of(self.store) if is_ready else None
-        return demand is not None and demand.has_room(self.store, self.engine.version)
+        return self.spool.room(self.engine.version if is_ready else None)
 
     def _roll_out(self, number: int, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         iteration, epoch = divmod(number, self.config.algorithm.rollout_epoch)
@@ -265,21 +276,25 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
             rewards.check(pool.spec)
             judging = rewards.judging
         (runner,) = make_runners(config, pool, engine, judging)
-        spool = Spool(store, directory, settings.collector)
-        first = spool.next_number(Demand.of(store))
-        logged = (config.runner.logger, first or None, config.model_dump())
-        metrics = closing.enter_context(MetricsLogger(directory, *logged, file_name=METRICS_FILE))
-
         retry = Retry(logger.warning)
 
         def is_ready() -> bool:
             lease.check()
             return source.has_taken(weights)
 
-        writer = RolloutWriter(config, engine, runner, rewards, store, spool, first, is_ready, metrics.log)
+        spool = Spool(store, directory, settings.collector)
+        writer = RolloutWriter(config, engine, runner, rewards, spool, is_ready)
+        logged = (config.runner.logger, writer.next or None, config.model_dump())
+        log = closing.enter_context(MetricsLogger(directory, *logged, file_name=METRICS_FILE)).log
+
+        def made(metrics: Metrics) -> None:
+            log({"iteration": writer.next, **metrics})
+            success, version = metrics.get("rollout/success_rate") or 0, metrics["collect/policy_version"]
+            say(f"rollout {writer.next}: success {success:.0%}, version {version}")
+
         say(f"gathering for the run of {store} as {settings.collector}")
         stop.can_save("the same command continues, and repeats the rollout in progress")
-        writer.run(lambda: bool(stop), lambda count, note: say(f"rollout {count}: {note}"))
+        writer.run(lambda: bool(stop), made)
         retry(spool.upload)
         say(f"{writer.next} rollouts of {settings.collector} have been made")
     return stop.exit_code

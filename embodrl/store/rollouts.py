@@ -27,7 +27,7 @@ from embodrl.learners.replay import ROWS_AT_ONCE, no_rewards
 from embodrl.store.config import store_settings
 from embodrl.store.learner import PublishedWeights
 from embodrl.store.parts import DONE
-from embodrl.store.shards import ShardPart, ShardReader
+from embodrl.store.shards import ShardPart, TransitionReader
 from embodrl.store.shared_rollouts import SharedRollouts
 from embodrl.store.store import Retry, pause
 from embodrl.types import Observation
@@ -53,7 +53,7 @@ class StoreCollector(NoCollector):
         self,
         config: Config,
         engine: RolloutEngine,
-        reader: ShardReader,
+        reader: TransitionReader,
         weights: PublishedWeights,
         check: Callable[[Demos], None],
         should_stop: Callable[[], bool],

@@ -21,7 +21,7 @@ from embodrl.store.learner import PublishedWeights
 from embodrl.store.parts import open_store
 from embodrl.store.rollout_shards import put_run
 from embodrl.store.rollouts import StoreBackend, StoreCollector
-from embodrl.store.shards import EpisodeFilter, ShardReader
+from embodrl.store.shards import TransitionReader
 from embodrl.store.shared_rollouts import SharedRollouts
 from embodrl.store.store import Store
 from embodrl.store.weights import newest_version
@@ -30,9 +30,6 @@ from embodrl.trainer.parts import OnStep, also_lost, learning, make_policy, star
 from embodrl.trainer.session import RunSession
 from embodrl.trainer.settings import approved
 from embodrl.workers.reward import RewardWorker
-
-EVERY = 2**62
-"""Episodes that the reader keeps until they are taken."""
 
 
 def build(
@@ -62,7 +59,7 @@ def build(
         if LOSSES.entry(config.algorithm.loss_type).off_policy:
             reader, check = _episodes(session, store)
             return StoreCollector(config, engine, reader, weights, check, should_stop)
-        return SharedRollouts(config, engine, store, session.directory / "shards", weights, rewards, should_stop)
+        return SharedRollouts(config, engine, session.directory / "shards", weights, rewards, should_stop)
 
     log_dir = session.directory / "logs"
     rollouts = StoreBackend(config, acting, deployment.of("env"), log_dir, should_stop, collector, weights=weights)
@@ -74,19 +71,16 @@ def build(
     return Parts(policy, engine, rollouts, rewards, from_records=updater, replay=stores)
 
 
-def _episodes(session: RunSession, store: Store) -> tuple[ShardReader, Callable[[Demos], None]]:
+def _episodes(session: RunSession, store: Store) -> tuple[TransitionReader, Callable[[Demos], None]]:
     """Return a reader of the store's episodes, and a function that raises if some do not fit the run."""
     config = session.config
     cameras = config.env.cameras
-    reader = ShardReader(
+    reader = TransitionReader(
         store,
         session.directory / "shards",
         [camera.name for camera in cameras],
         (cameras[0].height, cameras[0].width),
-        EVERY,
-        EpisodeFilter(successes_only=False),
-        with_outcomes=True,
-        check=lambda shard: check_rewards(shard, config),
+        lambda shard: check_rewards(shard, config),
     )
     named = with_data(config, str(config.store_url))
     return reader, lambda demos: check_demos(demos, named)

@@ -24,6 +24,7 @@ from embodrl.fields import Fields, read_fields
 from embodrl.storage.atomic import remove
 from embodrl.store.store import Store
 
+_EVERY = 2**62
 REMOVED = ".removed"
 """A shard in the spool that is being deleted."""
 MERGED = "="
@@ -181,15 +182,14 @@ class ShardReader:
         cameras: cameras, in the order of the policy's.
         window: number of newest usable episodes kept.
         wanted: episodes to use.
-        with_outcomes: read the rewards of actions, and the weights that chose them, too; parts are taken, and
-            ``demos`` stays None.
-        check: called with the directory of each shard; raises if its episodes do not fit the run.
 
     Attributes:
         shards: names of the shards read so far, in order.
         ids: ids of the episodes in them.
         demos: usable episodes of the window; None before the first.
     """
+
+    _with_outcomes = False
 
     def __init__(
         self,
@@ -199,11 +199,7 @@ class ShardReader:
         size: tuple[int, int],
         window: int,
         wanted: EpisodeFilter,
-        with_outcomes: bool = False,
-        check: Callable[[Path], None] | None = None,
     ) -> None:
-        self._with_outcomes = with_outcomes
-        self._check = check
         self._store = store
         self._cache = cache
         self._cameras = cameras
@@ -216,19 +212,20 @@ class ShardReader:
         self._ids_of: dict[str, set[str]] = {}  # of the shards followed since the start of the process
         self.demos: Demos | None = None
 
-    def poll(self, most: int | None = None) -> bool:
-        """Read new shards, at most so many; return whether there were any.
+    def poll(self) -> bool:
+        """Read new shards; return whether there were any.
 
         Raises:
             StoreError: the store can't be reached, or a shard is damaged.
         """
-        known = set(self.shards)
-        names = [name for name in self._store.names(EPISODES) if name not in known]
-        names.sort(key=place_of if most is None else lambda name: place_of(name)[::-1])  # of all collectors in turn
-        new = [name for name in names[:most] if self._follow(name)]
-        if new and not self._with_outcomes:
+        new = [name for name in sorted(self._unknown(), key=place_of) if self._follow(name)]
+        if new:
             self._trim()
         return bool(new)
+
+    def _unknown(self) -> list[str]:
+        known = set(self.shards)
+        return [name for name in self._store.names(EPISODES) if name not in known]
 
     def restore(self, state: Fields) -> None:
         """Restore a ``state``, reading merged shards in place of removed ones.
@@ -290,8 +287,7 @@ class ShardReader:
         """Read the expected episodes of a shard that are not yet known."""
         directory = self._cache / name.rpartition("/")[2]
         mark = self._store.get(name, directory)
-        if self._check is not None:
-            self._check(directory)
+        self._check(directory)
         demos = load_demos(directory, None, self._cameras, self._size)
         shutil.rmtree(directory)
         ids = mark.texts("ids")
@@ -304,9 +300,43 @@ class ShardReader:
             wanted = [number for number in wanted if number in corrected]
         self.ids.update(ids[number] for number in fresh)
         if wanted:
-            self._parts.append(
-                ShardPart(name, [ids[number] for number in fresh], demos.select(wanted, self._with_outcomes))
-            )
+            chosen = demos.select(wanted, self._with_outcomes)
+            self._parts.append(ShardPart(name, [ids[number] for number in fresh], chosen))
+
+    def _check(self, directory: Path) -> None:
+        """Raise if the episodes of a shard in this directory do not fit the run; here all do."""
+
+    def _trim(self) -> None:
+        parts = [part.demos for part in self._parts]
+        while parts and sum(demos.num_episodes for demos in parts[1:]) >= self._window:
+            self._parts.pop(0)
+            parts.pop(0)
+        self.demos = Demos.concat(parts) if parts else None
+
+
+class TransitionReader(ShardReader):
+    """Reads all episodes once, with the rewards of actions and the weights that chose them; ``demos`` stays None.
+
+    Args:
+        check: called with the directory of each shard; raises if its episodes do not fit the run.
+    """
+
+    _with_outcomes = True
+
+    def __init__(
+        self, store: Store, cache: Path, cameras: Sequence[str], size: tuple[int, int], check: Callable[[Path], None]
+    ) -> None:
+        super().__init__(store, cache, cameras, size, _EVERY, EpisodeFilter(successes_only=False))
+        self._fits = check
+
+    def _check(self, directory: Path) -> None:
+        self._fits(directory)
+
+    def poll(self, most: int | None = None) -> bool:
+        """Read new shards, at most so many, of all collectors in turn; see ShardReader."""
+        names = sorted(self._unknown(), key=lambda name: place_of(name)[::-1])
+        new = [name for name in names[:most] if self._follow(name)]
+        return bool(new)
 
     def take(self) -> list[ShardPart]:
         """Return the parts that were read and not taken yet, and keep them no longer; their ids stay known."""
@@ -319,10 +349,3 @@ class ShardReader:
         ids = {one for part in (*parts, *self._parts) for one in part.ids}
         left = [name for name in self.shards if not ids & self._ids_of.get(name, set())]
         return {"shards": left, "used": [], "ids": sorted(self.ids - ids)}
-
-    def _trim(self) -> None:
-        parts = [part.demos for part in self._parts]
-        while parts and sum(demos.num_episodes for demos in parts[1:]) >= self._window:
-            self._parts.pop(0)
-            parts.pop(0)
-        self.demos = Demos.concat(parts) if parts else None

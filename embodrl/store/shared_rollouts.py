@@ -29,7 +29,7 @@ from embodrl.store.rollout_shards import (
     rows_of_update,
 )
 from embodrl.store.shards import place_of
-from embodrl.store.store import Retry, Store, pause
+from embodrl.store.store import Retry, pause
 from embodrl.workers.async_collector import PLAYERS, join_shards, shard_settings
 from embodrl.workers.collector import Metrics, NoCollector, RolloutState, rollout_metrics
 from embodrl.workers.lockstep import ShardMeta, meta_of
@@ -67,7 +67,7 @@ class SharedRollouts(NoCollector):
 
     Args:
         directory: for copies of rollouts while they are read.
-        weights: are uploaded again after an outage.
+        weights: those in the store, uploaded again after an outage.
         rewards: gets the rewards that came with the rollouts.
         should_stop: polled while waiting.
     """
@@ -76,14 +76,13 @@ class SharedRollouts(NoCollector):
         self,
         config: Config,
         engine: RolloutEngine,
-        store: Store,
         directory: Path,
         weights: PublishedWeights,
         rewards: RewardWorker,
         should_stop: Callable[[], bool],
     ) -> None:
         super().__init__(config, engine)
-        self._store = store
+        self._store = weights.store
         self._directory = directory
         self._weights = weights
         self._rewards = rewards

@@ -13,7 +13,7 @@ from pathlib import Path
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.solver import SIMULATORS
-from embodrl.envs.env_server.server import TcpEnvServer
+from embodrl.envs.env_server.server import SimulatorSettings, TcpEnvServer
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.worker import Worker, dispatch
@@ -60,9 +60,8 @@ class SimulatorHost(Worker):
         mine = cores[self.rank]
         known = os.sched_getaffinity(0)  # another machine than the driver's may have others
         places = mine if all(cpu in known for cpu, _ in mine) else None
-        self._server = TcpEnvServer(
-            address, 0, token, max_processes, extensions, directory, cores=places, runs_code=True
-        )
+        settings = SimulatorSettings(extensions, directory, places, runs_code=True)
+        self._server = TcpEnvServer(address, 0, token, max_processes, settings)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._server.run, args=(self._stop.is_set,), name="env-server")
         self._thread.start()

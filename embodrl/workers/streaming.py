@@ -134,7 +134,8 @@ class StreamRunner:
         for slot in self._slots:
             if slot.number is None and (given := source.begin_now()) is not None:
                 slot.number, slot.shard = given
-                slot.last, slot.count, slot.seconds = None, 0, Seconds()
+                slot.last, slot.count = None, 0
+                slot.seconds = Seconds()
                 begun.append(slot)
         if not begun:
             return

@@ -247,7 +247,7 @@ def test_tokens_are_secrets_and_are_asked_for_where_others_reach_the_server():
 
 
 def test_a_client_with_a_token_believes_no_server_that_asks_for_none():
-    server = TcpEnvServer("127.0.0.1", 0, None, 4, (), None)
+    server = TcpEnvServer("127.0.0.1", 0, None, 4)
     over = threading.Event()
     thread = threading.Thread(target=server.run, args=(over.is_set,))
     thread.start()

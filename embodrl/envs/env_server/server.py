@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,24 +47,35 @@ Core = tuple[int | None, int | None]
 """CPU and NUMA node; None for any."""
 
 
+@dataclass(frozen=True)
+class SimulatorSettings:
+    """What the simulators of a server have in common.
+
+    Attributes:
+        extensions: modules that register further environments, imported by the server and by the simulators.
+        log_dir: directory for the simulators' output; None for none.
+        cores: (cpu, NUMA node) of the simulators; None for this machine's in turn.
+        runs_code: runs may name code in the arguments of an environment, which others may not.
+    """
+
+    extensions: Sequence[str] = ()
+    log_dir: Path | None = None
+    cores: Sequence[Core] | None = None
+    runs_code: bool = False
+
+
 class SimulatorSession:
     """One simulator and the run it serves.
 
     Args:
         reconnect_s: seconds to wait for a run whose connection is cut.
-        extensions: modules its process imports first.
         core: (cpu, NUMA node) to bind its process to.
-        runs_code: its arguments may name code.
     """
 
-    def __init__(
-        self, reconnect_s: float, extensions: Sequence[str], core: Core, log_dir: Path | None, runs_code: bool = False
-    ) -> None:
+    def __init__(self, reconnect_s: float, core: Core, settings: SimulatorSettings) -> None:
         self.reconnect_s = reconnect_s
-        self._extensions = extensions
         self.core = core
-        self._log_dir = log_dir
-        self._runs_code = runs_code
+        self._settings = settings
         self.is_ending = False
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -172,7 +184,7 @@ class SimulatorSession:
             hint = "start it with --extension MODULE, which registers the environment"
             raise EnvError(message, hint, code="env-remote-unknown")
         named = sorted(key for key, value in kwargs.items() if _names_code(key, value))
-        if named and not self._runs_code:
+        if named and not self._settings.runs_code:
             message = f"{', '.join(named)} would run client-supplied code here, or drive a robot without its limits"
             hint = "register the environment under its own name in a module, and pass the module to --extension"
             raise EnvError(message, hint, code="env-remote-code")
@@ -187,9 +199,9 @@ class SimulatorSession:
             numa_node=numa_node,
             python=None if python is None else str(python),
             timeouts=EnvTimeouts(*(timeouts.number(part) for part in ("start_s", "reset_s", "step_s", "heartbeat_s"))),
-            log_dir=self._log_dir,
+            log_dir=self._settings.log_dir,
             max_chunk=start.integer("max_chunk", None),
-            extensions=self._extensions,
+            extensions=self._settings.extensions,
             axis=start.text("axis", None),
         )
 
@@ -255,10 +267,6 @@ class TcpEnvServer:
         port: 0 picks a free port.
         token: token required from runs; None requires none.
         max_processes: maximum number of simulators at a time, including those being shut down.
-        extensions: modules that register further environments, imported here and by the simulators.
-        log_dir: directory for the simulators' output; None for none.
-        cores: (cpu, NUMA node) of the simulators; None for this machine's in turn.
-        runs_code: runs may name code in the arguments of an environment, which others may not.
 
     Raises:
         EnvError: the address is not available.
@@ -270,10 +278,7 @@ class TcpEnvServer:
         port: int,
         token: str | None,
         max_processes: int,
-        extensions: Sequence[str] = (),
-        log_dir: Path | None = None,
-        cores: Sequence[Core] | None = None,
-        runs_code: bool = False,
+        simulators: SimulatorSettings | None = None,
     ) -> None:
         try:
             self._listener = socket.create_server((host, port), family=_family(host))
@@ -284,15 +289,13 @@ class TcpEnvServer:
         self.address = f"tcp://{shown}:{self._listener.getsockname()[1]}"
         self._token = token
         self._max_processes = max_processes
-        self._extensions = extensions
-        self._log_dir = log_dir
+        self._settings = simulators or SimulatorSettings()
         self._sessions: dict[str, SimulatorSession] = {}
         self._ending: list[SimulatorSession] = []
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         own = [(slot.cpu, slot.numa_node) for slot in assign_cpus(len(os.sched_getaffinity(0)))]
-        self._cores: Sequence[Core] = cores or own
-        self._runs_code = runs_code
+        self._cores: Sequence[Core] = self._settings.cores or own
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Serve until ``stopped`` returns True."""
@@ -400,7 +403,7 @@ class TcpEnvServer:
             self._check_room()
             used = Counter(session.core for session in self._sessions.values())
             core = min(self._cores, key=lambda core: used[core])
-            self._sessions[name] = SimulatorSession(reconnect_s, self._extensions, core, self._log_dir, self._runs_code)
+            self._sessions[name] = SimulatorSession(reconnect_s, core, self._settings)
             return self._sessions[name]
 
     def _check_room(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from embodrl.config.load import import_extension
 from embodrl.config.rules.serve import LEAST_TOKEN
-from embodrl.envs.env_server.server import TcpEnvServer
+from embodrl.envs.env_server.server import SimulatorSettings, TcpEnvServer
 from embodrl.errors import ConfigError, UsageError
 
 
@@ -39,7 +39,7 @@ def serve(
         message = f"anyone who can reach {host} could start simulators here without a token"
         raise UsageError(message, "omit --token, or serve on 127.0.0.1", code="env-server-token")
     known = secrets.token_urlsafe(24) if token == "auto" else None if token == "none" else token
-    server = TcpEnvServer(host, port, known, max_processes, extensions, log_dir)
+    server = TcpEnvServer(host, port, known, max_processes, SimulatorSettings(extensions, log_dir))
     say(f"listening: simulators at {server.address}")
     if token == "auto":
         say(f"token: {known}")

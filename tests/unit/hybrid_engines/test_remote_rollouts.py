@@ -11,7 +11,7 @@ from served import TOKEN, MeanPolicy, served
 
 from embodrl.config.schema import Config, RolloutConfig, with_sections
 from embodrl.errors import RemotePolicyError
-from embodrl.hybrid_engines.rollout.remote.engine import RemoteRolloutEngine
+from embodrl.hybrid_engines.rollout.remote.engine import RemoteRolloutEngine, ServedWeights
 from embodrl.hybrid_engines.rollout.remote.spec import RemoteRolloutConfig
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.types import Observation, PolicyOutput
@@ -85,7 +85,7 @@ def engine(urls, weights, is_ahead=False, **settings) -> RemoteRolloutEngine:
     settings_class = with_sections(RolloutConfig, {"remote": RemoteRolloutConfig})
     rollout = settings_class.model_validate({"backend": "remote", "remote": remote, "publish_weights": True})
     sampling = Config().algorithm.sampling
-    return RemoteRolloutEngine(Drawing(), rollout, sampling, 3, weights_dir=weights, is_ahead=is_ahead)
+    return RemoteRolloutEngine(Drawing(), rollout, sampling, 3, weights=ServedWeights(weights, is_ahead))
 
 
 def publish(weights, acting: RemoteRolloutEngine, version: int, drop: bool = False) -> None:

@@ -16,7 +16,7 @@ from embodrl.errors import StoreError
 from embodrl.fields import Fields
 from embodrl.learners.replay import check_rewards, reward_settings
 from embodrl.store.compaction import compact
-from embodrl.store.shards import EPISODES, EpisodeFilter, ShardReader, ShardSize, ShardWriter
+from embodrl.store.shards import EPISODES, EpisodeFilter, ShardReader, ShardSize, ShardWriter, TransitionReader
 from embodrl.store.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
@@ -182,14 +182,14 @@ def test_episodes_that_were_taken_are_known_and_those_not_learned_from_are_read_
         ours.add([episode(number)], {})
         ours.upload()
     cache = tmp_path / "cache"
-    found = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    found = TransitionReader(store, cache, ["cam"], (SIZE, SIZE), lambda shard: None)
     assert found.poll()
     parts = found.take()
     assert [part.ids for part in parts] == [["a-0"], ["a-1"], ["a-2"]] and not found.take()
     outcomes, versions = parts[1].demos.outcomes, parts[1].demos.versions
     assert outcomes is not None and outcomes.terminated.tolist() == [False, True]
     assert versions is not None and versions.tolist() == [1, 1]
-    again = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    again = TransitionReader(store, cache, ["cam"], (SIZE, SIZE), lambda shard: None)
     again.restore(Fields(found.unread(parts[1:]), "state", StoreError))
     assert again.poll(1)
     assert again.unread([])["shards"] == [parts[0].shard], "what was read and not taken is read again, too"
@@ -203,12 +203,12 @@ def test_a_merged_shard_with_an_episode_that_was_not_learned_from_is_read_again(
         ours.add([episode(number)], {})
         ours.upload()
     cache = tmp_path / "cache"
-    found = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    found = TransitionReader(store, cache, ["cam"], (SIZE, SIZE), lambda shard: None)
     assert found.poll()
     waiting = found.take()[1:]
     compact(store, 100, lambda text: None)
     assert found.poll(), "the merged shard, of which nothing is new"
-    again = ShardReader(store, cache, ["cam"], (SIZE, SIZE), 100, EpisodeFilter(False), with_outcomes=True)
+    again = TransitionReader(store, cache, ["cam"], (SIZE, SIZE), lambda shard: None)
     again.restore(Fields(found.unread(waiting), "state", StoreError))
     assert again.poll()
     assert sorted(one for part in again.take() for one in part.ids) == ["a-1", "a-2"]

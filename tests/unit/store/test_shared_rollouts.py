@@ -79,10 +79,10 @@ class Run:
             engine.version = version
 
         engine: Any = SimpleNamespace(version=version, update_weights=update_weights)
-        weights: Any = SimpleNamespace(catch_up=lambda: setattr(self, "stopped", True))
+        weights: Any = SimpleNamespace(store=self.store, catch_up=lambda: setattr(self, "stopped", True))
         self.rewards = RewardWorker(self.config, ("reach-red",))
         self.collector = SharedRollouts(
-            self.config, engine, self.store, self.directory / "copies", weights, self.rewards, lambda: self.stopped
+            self.config, engine, self.directory / "copies", weights, self.rewards, lambda: self.stopped
         )
 
     def arrive(self, *rollouts: SharedRollout, settings: dict[str, object] | None = None) -> None:
@@ -220,7 +220,7 @@ def test_what_a_checkpoint_has_taken_leaves_the_store_but_for_the_newest_of_each
     assert demand.ledger.content() == run.counted() == {"a": {"next": 3, "open": []}, "b": {"next": 1, "open": []}}
     for collector, expected in (("a", 3), ("b", 1), ("c", 0)):
         spool = Spool(run.store, tmp_path / "elsewhere", collector)
-        assert spool.next_number(demand) == expected, "numbers go on without the directory that made them"
+        assert spool.next_number() == expected, "numbers go on without the directory that made them"
 
 
 def test_who_joined_may_begin_while_fewer_environments_wait_than_the_bound(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -132,12 +132,19 @@ def _is_wanted(found: object, version: int, or_newer: bool) -> TypeGuard[int]:
     return isinstance(found, int) and (found == version or (or_newer and found > version))
 
 
+@dataclass(frozen=True)
+class ServedWeights:
+    """Where a run publishes its weights, and whether newer ones than an update's may act."""
+
+    directory: Path
+    may_be_newer: bool = False
+
+
 class RemoteRolloutEngine(NativeRolloutEngine):
     """Gets actions from servers; values of final observations and policy inputs come from the local policy.
 
     Every row has its own seed, drawn here: for policies with ``draws_by_row`` the samples do not depend on the server
-    that computes them. ``weights_dir`` is where the run publishes its weights, ``is_ahead`` whether newer weights may
-    act; for the other arguments see RolloutEngine.
+    that computes them. ``weights`` are those of the run; for the other arguments see RolloutEngine.
     """
 
     def __init__(
@@ -150,15 +157,14 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         part: tuple[int, int] = (0, 1),
         memory: Offload | None = None,
         *,
-        weights_dir: Path,
-        is_ahead: bool = False,
+        weights: ServedWeights,
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part, memory)
         self._settings = section_in(config, "remote", RemoteRolloutConfig)
-        seen = Path(self._settings.weights_dir or weights_dir)
+        seen = Path(self._settings.weights_dir or weights.directory)
         self._servers = [RolloutServer(url, seen, self._settings.request_timeout_s) for url in self._settings.urls]
         self._threads = ThreadPoolExecutor(len(self._servers), "rollout-server")
-        self._is_ahead = is_ahead
+        self._is_ahead = weights.may_be_newer
         self._under_way = [0] * len(self._servers)
         self._choosing = threading.Lock()
 
@@ -269,4 +275,4 @@ def make_remote(parts: RolloutParts) -> RemoteRolloutEngine:
     """Return the engine that queries the servers of ``rollout.remote``."""
     assert parts.weights_dir is not None, "a rule restricts it to training"
     is_ahead = parts.config.runner.max_staleness > 0 or parts.config.store_url is not None
-    return RemoteRolloutEngine(*parts.common, parts.memory, weights_dir=parts.weights_dir, is_ahead=is_ahead)
+    return RemoteRolloutEngine(*parts.common, parts.memory, weights=ServedWeights(parts.weights_dir, is_ahead))
