@@ -93,7 +93,7 @@ class LoadedConfig:
         return self.with_config(self.config.model_copy(update={"cluster": cluster}))
 
     def with_absolute_paths(self) -> Self:
-        """Return a copy with absolute paths to the files of the model and its teacher, valid from any directory."""
+        """Return a copy with absolute paths to the files of the model and its teachers, valid from any directory."""
         model = self.config.model
         changes = {
             name: str(Path(text).expanduser().absolute())
@@ -104,6 +104,10 @@ class LoadedConfig:
         if algorithm.teacher is not None:
             teacher = str(Path(algorithm.teacher).expanduser().absolute())
             algorithm = algorithm.model_copy(update={"teacher": teacher})
+        if algorithm.dagger.expert is not None:
+            expert = str(Path(algorithm.dagger.expert).expanduser().absolute())
+            dagger = algorithm.dagger.model_copy(update={"expert": expert})
+            algorithm = algorithm.model_copy(update={"dagger": dagger})
         changed = {"model": model.model_copy(update=changes), "algorithm": algorithm}
         return replace(self, config=self.config.model_copy(update=changed))
 

@@ -1,4 +1,4 @@
-"""Correctors label the policy's observations and act in its place: scripted experts, or a person at a device.
+"""Correctors label the policy's observations and act in its place: experts, or a person at a device.
 
 Shapes: B environments, C = 1 action in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 from embodrl.algorithms.dagger import beta_of, dagger, distance
 from embodrl.config.schema import DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY, encode_words
-from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.real_time.devices import Device, wanted_action
 from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvStep, Observation, PolicyOutput
+from embodrl.workers.experts import Experts
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +73,12 @@ class PersonCorrector:
 
 
 class ExpertCorrector:
-    """Queries the experts of a pool once per policy step."""
+    """Queries experts of ``num_envs`` environments once per policy step."""
 
-    def __init__(self, settings: DaggerConfig, pool: EnvPool) -> None:
+    def __init__(self, settings: DaggerConfig, experts: Experts, num_envs: int) -> None:
         self.settings = settings
-        self.pool = pool
-        size = pool.spec.num_envs
+        self.experts = experts
+        size = num_envs
         self._rng = np.random.default_rng(0)
         self._known: NDArray[np.bool_] = np.zeros(size, np.bool_)
         self._held: NDArray[np.int64] = np.zeros(size, np.int64)
@@ -92,7 +92,7 @@ class ExpertCorrector:
         self._held[rows] = 0
         self._known[rows] = True
         try:
-            self.pool.expert_reset(rows)
+            self.experts.restart(rows)
         except (EnvWorkerDied, EnvTimeout) as error:  # the next step restarts the process and ends its episodes
             logger.warning("no expert in %d environments until their next episodes: %s", len(rows), error.message)
             self._known[rows] = False
@@ -105,7 +105,7 @@ class ExpertCorrector:
         """
         known = self._known
         try:
-            labels = self.pool.expert_actions()[:, None]
+            labels = self.experts.actions(observation)[:, None]
         except (EnvWorkerDied, EnvTimeout) as error:
             logger.warning("no labels for one step: %s", error.message)
             labels = np.zeros_like(output.actions, np.float32)

@@ -24,6 +24,7 @@ from embodrl.specs import LOSSES
 from embodrl.types import CHOSEN, Observation, PolicyOutput
 from embodrl.workers.corrector import Corrector, ExpertCorrector, PersonCorrector
 from embodrl.workers.episode import Episode
+from embodrl.workers.experts import ScriptedExperts, load_experts
 from embodrl.workers.play import PlayedChunk, Recorder
 
 NO_VERSION = -1
@@ -75,10 +76,12 @@ def make_corrector(config: Config, pool: EnvPool) -> Corrector:
     Raises:
         MissingDependencyError: the device's package is not installed.
         UsageError: the device is not connected.
+        CheckpointError: the policy that is to be the expert does not fit.
     """
     device = config.algorithm.off_policy.intervention_device
     if device is None or not config.algorithm.off_policy.interventions:
-        return ExpertCorrector(config.algorithm.dagger, pool)
+        experts = ScriptedExperts(pool) if config.algorithm.dagger.expert is None else load_experts(config)
+        return ExpertCorrector(config.algorithm.dagger, experts, pool.spec.num_envs)
     return PersonCorrector(open_device(device, pool.spec.action_dim, config.env.real_time.control_dir))
 
 

@@ -12,14 +12,15 @@ from embodrl.specs import ENVS
 STATISTICS = ("auto", "checkpoint", "data")
 
 
-@rule("env.env_type", "env.tasks", "algorithm.loss_type")
+@rule("env.env_type", "env.tasks", "algorithm.loss_type", "algorithm.dagger.expert")
 def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
-    """Collection, DAgger and interventions need a scripted expert for every task."""
+    """Collection, and DAgger and interventions without a policy as expert, need a scripted one for every task."""
     env = context.config.env
     spec = context.simulator
     asks = context.loss.imitates and context.verb != "store"  # which imitates by itself
     off_policy = context.config.algorithm.off_policy
     asks = asks or (off_policy.interventions and off_policy.intervention_device is None)
+    asks = asks and context.config.algorithm.dagger.expert is None
     if not (context.collecting or asks) or spec is None or spec.expert_tasks is None:
         return
     shown = spec.expert_tasks

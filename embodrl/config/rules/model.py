@@ -181,6 +181,26 @@ def teacher_exists(context: Context) -> Iterator[Finding]:
         yield Finding(key, message, hint, others=("model.num_action_chunks",))
 
 
+@rule("algorithm.dagger.expert")
+def dagger_expert_exists(context: Context) -> Iterator[Finding]:
+    """A policy that labels as the expert is a directory of a known family."""
+    key, path = "algorithm.dagger.expert", context.config.algorithm.dagger.expert
+    if path in (None, *context.made_before) or context.resuming:
+        return
+    hint = "give a directory made by `embodrl train`, `sft` or `export`, or null for the scripted expert"
+    for message, better in _no_policy(key, path):
+        yield Finding(key, message, better or hint, "an existing directory, null")
+        return
+    file = Path(path).expanduser() / CONFIG
+    try:
+        known = families_of(read_fields(file).content)
+    except EmbodrlError as error:
+        yield Finding(key, error.message, hint)
+        return
+    if not known:
+        yield Finding(key, f"{file} is of no known model", hint)
+
+
 def _no_policy(key: str, directory: str) -> Iterator[tuple[str, str]]:
     """Yield a message if a directory holds no policy, with a hint if it is known where one is."""
     if path_kind(f"{directory}/{CONFIG}") == "file":

@@ -206,11 +206,15 @@ class CollectConfig(Section):
 class RecipeConfig(Section):
     """`embodrl run`."""
 
-    stages: tuple[Literal["collect", "sft", "rl"], ...] = Field(
-        default=(), description="stages, in this order: collect, sft, rl; each is optional, and rl is the last"
+    stages: tuple[Literal["collect", "teacher", "sft", "rl"], ...] = Field(
+        default=(),
+        description="stages, in this order: collect, teacher, sft, rl; each is optional, and rl is the last",
     )
     collect: tuple[str, ...] = Field(
         default=(), description="settings of this stage only, as on a command line: [env.train.total_num_envs=8]"
+    )
+    teacher: tuple[str, ...] = Field(
+        default=(), description="settings of this stage only: it trains the expert of rl (algorithm.dagger.expert)"
     )
     sft: tuple[str, ...] = Field(default=(), description="settings of this stage only")
     rl: tuple[str, ...] = Field(default=(), description="settings of this stage only")

@@ -40,12 +40,13 @@ from embodrl.storage.integrity import check_checksums
 from embodrl.storage.json_file import write_json_file
 from embodrl.trainer.lock import RunLock
 
-Name = Literal["collect", "sft", "rl"]
-VERBS: dict[Name, Verb] = {"collect": "collect", "sft": "sft", "rl": "train"}
+Name = Literal["collect", "teacher", "sft", "rl"]
+VERBS: dict[Name, Verb] = {"collect": "collect", "teacher": "train", "sft": "sft", "rl": "train"}
 """Stages in order, with their commands."""
 RECIPE_FILE = "recipe.json"
 OUTPUT_DIR = "runner.output_dir"
 DEMOS = "algorithm.off_policy.demos"
+EXPERT = "algorithm.dagger.expert"
 SEEDS_APART = 2_000_000
 """Distance between first demonstration seeds for consecutive runner.seed: keeps them and evaluations disjoint."""
 NUM_SEEDS = 1000
@@ -80,12 +81,12 @@ class Stage:
 
     def command(self) -> list[str]:
         """Return the arguments of `embodrl` that start or resume the stage."""
-        metrics = {"sft": "sft_metrics.jsonl", "rl": "metrics.jsonl"}.get(self.name)
-        if metrics is None:
+        metrics = "sft_metrics.jsonl" if self.name == "sft" else "metrics.jsonl"
+        if self.name == "collect":
             return ["collect", "--resumable", *self.arguments]
         saved = any(self.directory.glob("checkpoints/step_*"))
         # `embodrl resume` restarts a training without a checkpoint; fine-tuning must be started anew.
-        if saved or (self.name == "rl" and (self.directory / metrics).is_file()):
+        if saved or (self.name != "sft" and (self.directory / metrics).is_file()):
             return ["resume", str(self.directory)]
         if self.name == "sft" and (self.directory / metrics).is_file():
             shutil.rmtree(self.directory)
@@ -168,7 +169,7 @@ def _changed(key: str, was: str, now: str, stages: list[Stage]) -> ConfigProblem
     names = ", ".join(stage.name for stage in stages)
     last = stages[-1]
     hint = f"give {key}={was} as before, or another {OUTPUT_DIR}"
-    if last.name == "rl":
+    if VERBS[last.name] == "train":
         hint += f"; `embodrl resume {last.directory} {key}={now}` changes only the training"
     return ConfigProblem(key, f"was {was} when {names} began, and is {now} now", hint=hint, code="recipe-changed")
 
@@ -290,6 +291,7 @@ def _unread_settings(overrides: list[str], tree: Node, settings: RecipeConfig) -
             message = f"no stage reads it: {', '.join(settings.stages)}"
             yield ConfigProblem(argument.key, message, str(argument.origin), hint="leave it out", code="recipe-unread")
     set_here = ["collect.output_dir", "sft.output_dir"] + ["sft.data_dir", DEMOS] * ("collect" in settings.stages)
+    set_here += [EXPERT] * ("teacher" in settings.stages)
     for key in set_here:
         node = lookup(tree, key)
         if node is not None and node.origin.by_user:
@@ -317,6 +319,10 @@ def _links(name: Name, tree: Node, directory: Path, stages: tuple[Name, ...]) ->
     path = lookup(tree, "model.model_path")
     if "collect" in stages and _reads_demonstrations(tree):
         links.append(assignment(DEMOS, demos))
+    if name == "teacher":  # from random weights, or those that its settings name
+        return links, unchecked
+    if "teacher" in stages:
+        links.append(assignment(EXPERT, directory / "teacher" / "policy"))
     if "sft" in stages and path is not None and path.value is not None:
         unchecked.append(assignment("model.model_path", directory / "sft" / "policy"))
     elif "sft" in stages:

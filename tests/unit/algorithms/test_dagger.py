@@ -15,6 +15,7 @@ from embodrl.data.replay import MAX_WORDS, ReplayBuffer, decode_words, encode_wo
 from embodrl.errors import EnvTimeout
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.corrector import ExpertCorrector
+from embodrl.workers.experts import ScriptedExperts
 
 B = 4
 
@@ -66,7 +67,8 @@ def output(version: int = 0) -> PolicyOutput:
 
 def corrector(**settings: Any) -> tuple[ExpertCorrector, Pool]:
     pool = Pool()
-    result = ExpertCorrector(DaggerConfig(**settings), pool)  # pyright: ignore[reportArgumentType]
+    experts = ScriptedExperts(pool)  # pyright: ignore[reportArgumentType]
+    result = ExpertCorrector(DaggerConfig(**settings), experts, B)
     result.begin(np.arange(B))
     assert pool.started == [[0, 1, 2, 3]]
     return result, pool
