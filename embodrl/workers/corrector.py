@@ -20,7 +20,7 @@ from embodrl.data.replay import EXPERT, HUMAN, POLICY, encode_words
 from embodrl.envs.real_time.devices import Device, wanted_action
 from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvStep, Observation, PolicyOutput
-from embodrl.workers.experts import Experts
+from embodrl.workers.experts import Labeller
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class PersonCorrector:
 class ExpertCorrector:
     """Queries experts of ``num_envs`` environments once per policy step."""
 
-    def __init__(self, settings: DaggerConfig, experts: Experts, num_envs: int) -> None:
+    def __init__(self, settings: DaggerConfig, experts: Labeller, num_envs: int) -> None:
         self.settings = settings
         self.experts = experts
         size = num_envs

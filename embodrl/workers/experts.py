@@ -29,7 +29,7 @@ from embodrl.workers.policy import resolve_device
 logger = logging.getLogger(__name__)
 
 
-class Experts(Protocol):
+class Labeller(Protocol):
     """Name an action for every environment; both methods raise EnvWorkerDied or EnvTimeout if a process was lost."""
 
     def restart(self, rows: NDArray[np.int64]) -> None:

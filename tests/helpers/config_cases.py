@@ -441,6 +441,12 @@ RULES = [
         "teacher-exists",
         ("algorithm.teacher={tmp}", *OPD),
     ),
+    Wrong(
+        "an expert that is no policy",
+        "algorithm.dagger.expert",
+        "dagger-expert-exists",
+        ("algorithm.dagger.expert={tmp}",),
+    ),
     Wrong("checkpoint without a policy", "model.model_path", "checkpoint-exists", ("model.model_path={tmp}",)),
     Wrong("warm start without a policy", "model.warm_start", "warm-start-exists", ("model.warm_start={tmp}",)),
     Wrong(

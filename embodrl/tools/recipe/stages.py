@@ -198,7 +198,9 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
     made: list[str] = []
     video_python: str | None = ""
     for name in settings.stages:
-        given = [*getattr(settings, name), *_arguments_for(overrides, VERBS[name])]
+        own, users = getattr(settings, name), _arguments_for(overrides, VERBS[name])
+        # The user's model and algorithm are those of the last stage, so a teacher keeps its own.
+        given = [*users, *own] if name == "teacher" else [*own, *users]
         tree = compose(given, config_file).tree
         links, unchecked = _links(name, tree, directory, settings.stages)
         given += _seed_of_demonstrations(name, composition.tree, tree)

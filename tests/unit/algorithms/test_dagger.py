@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from expect import raises_code
 
 from embodrl.algorithms.dagger import beta_of, dagger, distance
+from embodrl.config import load_config
 from embodrl.config.schema import DaggerConfig
 from embodrl.data.replay import MAX_WORDS, ReplayBuffer, decode_words, encode_words, labelled_frames
-from embodrl.errors import EnvTimeout
+from embodrl.errors import ConfigError, EmbodrlError, EnvTimeout
+from embodrl.trainer.files import export_policy
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.corrector import ExpertCorrector
-from embodrl.workers.experts import ScriptedExperts
+from embodrl.workers.experts import ScriptedExperts, load_experts
+from embodrl.workers.policy import build_policy
 
 B = 4
 
@@ -136,3 +142,31 @@ def test_words_survive_and_long_ones_are_refused() -> None:
     assert decode_words(encode_words(words)) == words
     with raises_code("instruction-too-long"):
         encode_words(["x" * (MAX_WORDS + 1)])
+
+
+def test_a_policy_labels_in_place_of_a_scripted_expert(tmp_path: Path) -> None:
+    loaded = load_config(["env=toy", "model=mlp", "runner.seed=3"])
+    teacher = build_policy(loaded.config, torch.device("cpu"))
+    teacher.seen_state_dim = 3
+    export_policy(teacher, tmp_path / "policy", loaded.config)
+    settings = ["env=toy", "model=cnn", "algorithm=dagger", f"algorithm.dagger.expert={tmp_path / 'policy'}"]
+    experts = load_experts(load_config(settings).config)
+    observation = seen()
+    labels = experts.actions(observation)
+    expected = teacher.predict(observation.images, observation.instruction, observation.state)
+    np.testing.assert_array_equal(labels, expected[:, 0])
+    corrector = ExpertCorrector(DaggerConfig(beta=0.0), experts, B)
+    corrector.begin(np.arange(B))
+    small = replace(output(), actions=np.zeros((B, 1, labels.shape[1]), np.float32))
+    _, columns = corrector.correct(observation, small)
+    np.testing.assert_array_equal(columns["labels"].numpy()[:, 0], labels)
+    with raises_code("expert-state", EmbodrlError):
+        experts.actions(replace(observation, state=np.ones((B, 4), np.float32)))
+
+
+def test_a_policy_may_be_the_expert_where_no_script_is(tmp_path: Path) -> None:
+    settings = ["env=gymnasium", "model=mlp", "algorithm=dagger"]
+    for more, refused in ([], True), ([f"algorithm.dagger.expert={tmp_path}"], False):  # which is no policy, either
+        with pytest.raises(ConfigError) as caught:
+            load_config([*settings, *more], verb="train")
+        assert ("experts-show-the-tasks" in {problem.code for problem in caught.value.problems}) == refused

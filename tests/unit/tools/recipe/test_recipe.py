@@ -55,7 +55,7 @@ class Verbs:
         directory = Path((given or [last])[0].strip("'"))
         name = directory.name
         self._code = self.codes.pop(name, 0)
-        metrics = {"sft": "sft_metrics.jsonl", "rl": "metrics.jsonl"}.get(name)
+        metrics = {"sft": "sft_metrics.jsonl", "rl": "metrics.jsonl", "teacher": "metrics.jsonl"}.get(name)
         outputs = directory if metrics is None else directory / "policy"
         (directory if self._code else outputs).mkdir(parents=True, exist_ok=True)
         if metrics is not None:
@@ -103,6 +103,30 @@ def test_a_setting_goes_to_the_stages_that_read_it(plan: Callable[..., Recipe], 
         *(f"algorithm.off_policy.demos='{run / 'collect'}'", f"model.warm_start='{run / 'sft' / 'policy'}'"),
     )
     assert not run.exists(), "nothing is written before all stages are valid"
+
+
+TAUGHT = (
+    "recipe.stages=[collect,teacher,rl]",
+    'recipe.teacher=["algorithm=rlpd", "runner.max_iterations=3"]',
+    "algorithm=dagger",
+)
+
+
+def test_a_teacher_is_trained_first_and_is_the_expert_of_the_last_stage(
+    plan: Callable[..., Recipe], verbs: Verbs, tmp_path: Path
+) -> None:
+    recipe = plan(*TAUGHT)
+    _, teacher, rl = (stage.arguments for stage in recipe.stages)
+    run = tmp_path / "run"
+    demos = f"algorithm.off_policy.demos='{run / 'collect'}'"
+    assert "runner.max_iterations=3" in teacher and demos in teacher and "runner.max_iterations=3" not in rl
+    assert f"algorithm.dagger.expert='{run / 'teacher' / 'policy'}'" in rl and demos not in rl
+    verbs.codes["teacher"] = 1
+    assert do(recipe) == 1 and do(plan(*TAUGHT)) == 0
+    assert verbs.names() == ["collect", "train", "resume", "train"]
+    with pytest.raises(ConfigError) as caught:
+        plan(*TAUGHT, "algorithm.dagger.expert=elsewhere")
+    assert "recipe-path" in {problem.code for problem in caught.value.problems}
 
 
 def test_demonstrations_have_the_users_seed_where_there_is_one(plan: Callable[..., Recipe]) -> None:
