@@ -39,6 +39,15 @@ Column: TypeAlias = "Tensor | Columns | list[Any] | Array"
 """Assignable values: a tensor, a group of columns, or (a list or an array) objects."""
 
 
+def shuffled(num_rows: int, size: int, epochs: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield the row numbers ``int64`` of ``Batch.minibatches``; raises BatchError for a size below 1."""
+    if size < 1:
+        raise BatchError(f"minibatches of {size} rows", "use a size of at least 1")
+    for _ in range(epochs if num_rows else 0):
+        # Nearly equal parts, so that no step is taken on a small remainder.
+        yield from torch.randperm(num_rows, generator=generator).tensor_split(-(-num_rows // size))
+
+
 class Batch:
     """Rows of tensors, which may be nested, of other per-row data, and metadata of the whole batch.
 
@@ -230,13 +239,9 @@ class Batch:
 
         ``generator`` is a CPU generator or a seed.
         """
-        if size < 1:
-            raise BatchError(f"minibatches of {size} rows", "use a size of at least 1")
         source = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
-        for _ in range(epochs if len(self) else 0):
-            # Nearly equal parts, so that no step is taken on a small remainder.
-            for rows in torch.randperm(len(self), generator=source).tensor_split(-(-len(self) // size)):
-                yield self._take(rows)
+        for rows in shuffled(len(self), size, epochs, source):
+            yield self._take(rows)
 
     # -- time and device ----------------------------------------------------------------------------------------------
 

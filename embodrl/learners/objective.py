@@ -13,6 +13,7 @@ from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, pro
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
 from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.shared_rows import ROW
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import parameters_of
@@ -108,7 +109,7 @@ def flatten_chunks(
 
     The columns ``advantages``, ``returns`` and, if given, ``weights`` become available to the loss.
     """
-    asked = ("forward_inputs", "logprobs", "values", "valid", "ref_logprobs", SOLVED, *COLUMNS)
+    asked = ("forward_inputs", ROW, "logprobs", "values", "valid", "ref_logprobs", SOLVED, *COLUMNS)
     rows = batch.select(*(name for name in asked if name in batch)).replace(
         advantages=advantages.advantages, returns=advantages.returns, weights=weights
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,15 @@ from embodrl.algorithms.decoupled import (
     staleness_metrics,
     staleness_of,
 )
-from embodrl.algorithms.losses import is_largest
+from embodrl.algorithms.losses import LossCounts, LossOutput, is_largest
 from embodrl.config.schema import Config
-from embodrl.data.batch import Batch
+from embodrl.data.batch import Batch, shuffled
 from embodrl.data.imitation import DemoDraws
+from embodrl.data.shared_rows import INPUTS, ROW, HeldInputs, read_by
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.precision import autocast
+from embodrl.hybrid_engines.training.remote import Sharing
 from embodrl.hybrid_engines.training.schedule import learning_rates
 from embodrl.learners.imitation_update import imitation_gradients
 from embodrl.learners.objective import (
@@ -62,6 +65,31 @@ class OnPolicyUpdate(Update):
         super().__init__(engine, config, on_step)
         self.algorithm = config.algorithm
         self._needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
+        self._held: HeldInputs | None = None
+
+    @classmethod
+    def rows_of_shares(cls, sharing: Sharing, method: str, args: Sequence[Any]) -> list[Tensor] | None:
+        if method not in ("update", "reference_logprobs", "proximal"):
+            return None
+        config, count = sharing.config, sharing.num_shares
+        batch: TrajectoryBatch = args[0]
+        if method == "update":
+            advantages, generator = args[1], torch.Generator()
+            generator.set_state(args[2].get_state())
+            trained = trained_chunks(batch, advantages, config.algorithm.chunk_fraction)
+            chosen = trained.flatten().nonzero().squeeze(-1)
+            steps = shuffled(len(chosen), config.actor.global_batch_size, config.algorithm.update_epoch, generator)
+            parts = [read_by(chosen[rows], count) for rows in steps]
+            return [torch.cat([chosen[:0], *(part[share] for part in parts)]) for share in range(count)]
+        if method == "reference_logprobs":
+            wanted = batch.valid.any(-1)
+        else:
+            warmup = config.actor.optim.critic_warmup_iterations if sharing.has_critic else 0
+            wanted = _evaluated(config, batch, sharing.version, warmup, *args[1:])[2]
+        return read_by(wanted.flatten().nonzero().squeeze(-1), count)
+
+    def hold(self, held: HeldInputs | None) -> None:
+        self._held = held
 
     def update(
         self,
@@ -95,7 +123,7 @@ class OnPolicyUpdate(Update):
         )
         self.engine.set_learning_rates(rates, train_policy=self.engine.version >= critic_warmup)
         imitated = iter(demos) if demos is not None and self.engine.version >= critic_warmup else None
-        loss_fn = make_loss(self.engine.evaluate, algorithm, needs_values)
+        loss_fn = self._loss()
         staleness = staleness_of(batch.policy_version, batch.valid, self.engine.version)
         # For the loss weights, in updates that changed the policy; the metrics count all updates.
         aged = self.policy_staleness(batch)
@@ -157,6 +185,13 @@ class OnPolicyUpdate(Update):
             "train/early_stop": float(stopped),
         }
 
+    def _loss(self) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
+        loss_fn = make_loss(self.engine.evaluate, self.algorithm, self._needs_values)
+        held = self._held
+        if held is None:
+            return loss_fn
+        return lambda counts, micro: loss_fn(counts, held.fill(micro, self.engine.device))
+
     def critic_warmup(self) -> int:
         """Return the number of first updates that leave the policy unchanged."""
         has_values = self._needs_values and bool(self.engine.state.value_parameters)
@@ -164,9 +199,7 @@ class OnPolicyUpdate(Update):
 
     def policy_staleness(self, batch: TrajectoryBatch) -> Tensor:
         """Return ``int64[T,B]``, in updates that trained the policy: critic-only updates do not count."""
-        warmup = self.critic_warmup()
-        versions = batch.policy_version.clamp_min(warmup)
-        return staleness_of(versions, batch.valid, max(self.engine.version, warmup))
+        return _policy_staleness(batch, self.engine.version, self.critic_warmup())
 
     def proximal(self, batch: TrajectoryBatch, every_chunk: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return log-probs of the actions ``float32[T,B,C,A]`` and values ``float32[T,B,K]`` under the current weights.
@@ -178,13 +211,7 @@ class OnPolicyUpdate(Update):
             EmbodrlError: a chunk has a version above the engine's.
         """
         needs_values = self._needs_values and self.algorithm.decoupled.enabled
-        changed = batch.valid.any(-1) if every_chunk else self.policy_staleness(batch) > 0
-        stale = old = changed
-        if needs_values:
-            # Chunks before a lost one are bootstrapped from its value.
-            ended = (batch.terminated | batch.truncated).any(-1)
-            old = batch.policy_version < self.engine.version
-            stale = changed | (old & (batch.valid.any(-1) | ended))
+        changed, old, stale = _evaluated(self.config, batch, self.engine.version, self.critic_warmup(), every_chunk)
         known = batch.logprobs.flatten(2)
         if needs_values:
             known = torch.cat([known, batch["values"]], -1)
@@ -221,10 +248,12 @@ class OnPolicyUpdate(Update):
         self.engine.onload()
         sampling = SamplingParams(self.algorithm.sampling.temperature, self.algorithm.sampling.top_k)
         chosen = wanted.flatten().nonzero().squeeze(-1)
-        inputs = batch.select("forward_inputs").fold()
+        chunks = batch.select(*(name for name in (INPUTS, ROW) if name in batch)).fold()
+        held = self._held
 
         def compute(rows: Tensor) -> Tensor:
-            micro = inputs[rows].to(self.engine.device, non_blocking=True)
+            micro = chunks[rows].to(self.engine.device, non_blocking=True)
+            micro = micro if held is None else held.fill(micro, self.engine.device)
             with torch.no_grad(), autocast(self.engine.precision, self.engine.device):
                 output = evaluate(micro.forward_inputs, sampling, compute_entropy=False, compute_values=values)
             report_work()
@@ -238,6 +267,27 @@ class OnPolicyUpdate(Update):
         if len(chosen):
             self.engine.evaluate_rows(compute, chosen, rows_of_result)
         return rows_of_result.view_as(result)
+
+
+def _policy_staleness(batch: TrajectoryBatch, version: int, warmup: int) -> Tensor:
+    """Return ``int64[T,B]``, in updates that trained the policy, of which the first ``warmup`` train critics alone."""
+    return staleness_of(batch.policy_version.clamp_min(warmup), batch.valid, max(version, warmup))
+
+
+def _evaluated(
+    config: Config, batch: TrajectoryBatch, version: int, warmup: int, every_chunk: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``bool[T,B]`` each: whose log-probs and whose values have changed, and what has to be evaluated for both.
+
+    For weights of a version, the first ``warmup`` of which are of critics; see ``OnPolicyUpdate.proximal``.
+    """
+    changed = batch.valid.any(-1) if every_chunk else _policy_staleness(batch, version, warmup) > 0
+    if not (LOSSES.entry(config.algorithm.loss_type).needs_values and config.algorithm.decoupled.enabled):
+        return changed, changed, changed
+    # Chunks before a lost one are bootstrapped from its value.
+    ended = (batch.terminated | batch.truncated).any(-1)
+    old = batch.policy_version < version
+    return changed, old, changed | (old & (batch.valid.any(-1) | ended))
 
 
 class Demonstrations:

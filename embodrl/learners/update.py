@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.data.shared_rows import HeldInputs
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+from embodrl.hybrid_engines.training.remote import Sharing
 
 
 class Update:
@@ -22,6 +27,17 @@ class Update:
         self.engine = engine
         self.config = config
         self._on_step = on_step
+
+    @classmethod
+    def rows_of_shares(cls, sharing: Sharing, method: str, args: Sequence[Any]) -> list[Tensor] | None:
+        """Return the rows ``int64`` of the batch ``args[0]`` whose policy inputs each share reads in a method.
+
+        None, the default, if every process gets the arguments as they are.
+        """
+        return None
+
+    def hold(self, held: HeldInputs | None) -> None:
+        """Take the inputs that the next call reads in place of the batch's; None after it."""
 
     def steps(self, total: int) -> Iterator[int]:
         """Count the optimizer steps of an update from 0, and report each one when done."""

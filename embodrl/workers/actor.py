@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.config.schema import Config
 from embodrl.data.rng import generator_state, restore_generator
+from embodrl.data.shared_rows import HeldInputs
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload
@@ -66,7 +67,7 @@ def make_train_engine(
     """
     if deployment.trains_in_processes:
         group = launch_trainers(config, deployment, log_dir, launcher, pipes)
-        return RemoteTrainEngine(policy, group, memory)
+        return RemoteTrainEngine(policy, group, memory, group.world_size // config.actor.tensor_parallel_size)
     return make_native_engine(config, deployment, policy)
 
 
@@ -110,6 +111,16 @@ def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> Pol
     # Imported only here: torch's compiler and megatron-core take longer than a simulator needs to start.
     make: Any = import_object(maker) if isinstance(maker, str) else maker
     return make(policy, config, mesh)
+
+
+def _with_own_inputs(
+    world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[tuple[tuple[Any, ...], dict[str, Any]] | None]:
+    """Give every process its part of the last argument, a list with one part for each share of the rows, or None."""
+    *others, held = args
+    # Neighbouring ranks are one share: they have parts of the same tensors (``join_mesh``).
+    parts = [None if held is None else held[rank * len(held) // world_size] for rank in range(world_size)]
+    return [((*others, part), kwargs) for part in parts]
 
 
 class ActorWorker(SendingWorker):
@@ -156,19 +167,30 @@ class ActorWorker(SendingWorker):
         self._updates.append(self.engine.attach(update, config))
         return len(self._updates) - 1
 
-    @dispatch("one_to_all")
+    @dispatch(_with_own_inputs)
     def call_update(
-        self, number: int, method: str, args: list[Any], generators: dict[int, str]
+        self,
+        number: int,
+        method: str,
+        args: list[Any],
+        generators: dict[int, str],
+        held: tuple[Tensor, dict[str, Tensor]] | None,
     ) -> tuple[Any, dict[int, str], Counters]:
         """Call a method of an update; return the result (rank 0 only), the generator states, and the counters.
 
-        ``generators`` maps positions among the arguments to generator states.
+        ``generators`` maps positions among the arguments to generator states; ``held`` are the policy inputs of this
+        process (HeldInputs), None if the arguments have them.
         """
+        update = self._updates[number]
         for place, state in generators.items():
             args[place] = torch.Generator()
             restore_generator(args[place], state)
         self._engine.onload()
-        answer = getattr(self._updates[number], method)(*args)
+        if held is not None:
+            update.hold(HeldInputs(*held))
+        answer = getattr(update, method)(*args)
+        if held is not None:
+            update.hold(None)
         states = {place: generator_state(args[place]) for place in generators}
         return answer if self.rank == 0 else None, states, self._engine.counters()
 

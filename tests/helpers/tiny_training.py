@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from tiny_families import observation, tiny_sizes
 from torch import Tensor
-from updates import reference_logprobs, update
+from updates import on_policy
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
@@ -90,10 +90,10 @@ def train(
         batch = tiny_rollout(family, policy, config, seed)
         batch["policy_version"].fill_(engine.version)
         if config.algorithm.kl.coef > 0:
-            batch.ref_logprobs = reference_logprobs(engine, batch, config.algorithm)
+            batch.ref_logprobs = on_policy(engine, config).reference_logprobs(batch)
         advantages = compute_advantages(batch, config.algorithm)
         generator = torch.Generator().manual_seed(seed)
-        found.append(update(engine, batch, advantages, config.algorithm, generator))
+        found.append(on_policy(engine, config).update(batch, advantages, generator))
     return found
 
 

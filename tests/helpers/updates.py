@@ -16,10 +16,12 @@ from embodrl.learners.on_policy import UPDATE, OnPolicyUpdate
 
 
 def on_policy(
-    engine: TrainEngine, algorithm: AlgorithmConfig, on_step: Callable[[int, int], None] | None = None
+    engine: TrainEngine, config: Config | AlgorithmConfig, on_step: Callable[[int, int], None] | None = None
 ) -> OnPolicyUpdate:
-    """Return the update of an algorithm, where the engine is."""
-    return engine.attach(UPDATE, Config().model_copy(update={"algorithm": algorithm}), on_step)
+    """Return the update of a run, or of an algorithm where one process trains, where the engine is."""
+    if isinstance(config, AlgorithmConfig):
+        config = Config().model_copy(update={"algorithm": config})
+    return engine.attach(UPDATE, config, on_step)
 
 
 def update(

@@ -11,11 +11,12 @@ import pytest
 from expect import raises_code
 from fsdp_worker import Comparer
 from tiny_training import deployment_of, largest_difference, tiny_rollout, train, training_config
-from updates import reference_logprobs
+from updates import on_policy, reference_logprobs
 
 from embodrl.config.schema import Config
 from embodrl.errors import CheckpointError, WorkerRaised
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
+from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.storage.checkpoint import CheckpointManager
@@ -266,6 +267,22 @@ def test_shards_of_two_processes_are_read_by_one_and_its_driver(tmp_path: Path) 
         loaded = engine.state_dict()
         assert loaded.state == saved.state
         assert all(largest_difference(loaded.tensors[s], saved.tensors[s]) == 0 for s in saved.tensors)
+
+
+def test_processes_that_get_their_rows_alone_train_as_with_all() -> None:
+    config = fsdp_config(algorithm=ALGORITHM | {"update_epoch": 2})
+    results: list[Any] = []
+    for num_shares in (2, 1):
+        with engine_of(config, 2) as (engine, policy):
+            assert isinstance(engine, RemoteTrainEngine) and engine.num_shares == 2
+            engine.num_shares = num_shares  # with 1 everything goes to both
+            metrics = train(engine, "openvla", policy, config, range(1))
+            batch = tiny_rollout("openvla", policy, config, 1)
+            proximal, _ = on_policy(engine, config).proximal(tiny_rollout("openvla", policy, config, 1))
+            results.append((metrics, copied(engine.state_dict()).tensors | {"proximal": {"": proximal}}))
+    assert results[0][0] == results[1][0]
+    for section, tensors in results[0][1].items():
+        assert largest_difference(tensors, results[1][1][section]) == 0
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -12,12 +13,16 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.rng import generator_state, restore_generator
+from embodrl.data.shared_rows import separate
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.process_groups import Call, cause_of
+from embodrl.hybrid_engines.training.options import VALUE_GROUP
 from embodrl.hybrid_engines.training.state_shapes import StateShapes, buckets, check_fit, num_bytes_of
 from embodrl.models.base import VLAPolicy
+from embodrl.names import import_object
 
 BUCKET_BYTES = 256 << 20
 """Bytes of tensors in transit between the training processes and the driver at a time."""
@@ -51,13 +56,35 @@ class TrainerGroup(Protocol):
         ...
 
 
-class RemoteTrainEngine(TrainEngine):
-    """Trains in a group of processes; the driver's own policy gets the trained weights on demand (``fetch``)."""
+@dataclass(frozen=True)
+class Sharing:
+    """How an update's rows are shared out.
 
-    def __init__(self, policy: VLAPolicy, group: TrainerGroup, memory: Offload | None = None) -> None:
+    Attributes:
+        version: of the engine.
+        has_critic: value weights train.
+    """
+
+    config: Config
+    num_shares: int
+    version: int
+    has_critic: bool
+
+
+class RemoteTrainEngine(TrainEngine):
+    """Trains in a group of processes; the driver's own policy gets the trained weights on demand (``fetch``).
+
+    ``num_shares`` is the number of processes with rows of their own.
+    """
+
+    def __init__(
+        self, policy: VLAPolicy, group: TrainerGroup, memory: Offload | None = None, num_shares: int = 1
+    ) -> None:
         self.policy = policy
         self.group = group
         self.memory = memory
+        self.num_shares = num_shares
+        self._kinds: list[tuple[Any, Config]] = []  # class and configuration of each update
         self._behind = False  # whether the driver's policy is older than the trained one
         self._shapes: StateShapes | None = None
         self._counters: Counters = {"version": 0, "nonfinite_in_row": 0}
@@ -69,19 +96,29 @@ class RemoteTrainEngine(TrainEngine):
         return self._counters["version"]
 
     def attach(self, update: str, config: Config, on_step: Callable[[int, int], None] | None = None) -> Any:
+        self._kinds.append((import_object(update), config))
         return RemoteUpdate(self, self._call("attach", update, config)[0])
 
     def call_update(self, number: int, method: str, args: Sequence[object]) -> Any:
         """Call a method of an update in every process; return the answer of rank 0.
 
         Updates are numbered in attachment order. Random generators among ``args`` are copied to every process, and
-        continue here from their final state there. Iterators arrive as lists.
+        continue here from their final state there. Iterators arrive as lists. Of a batch every process gets only the
+        policy inputs that it reads, as far as the update knows them (``Update.rows_of_shares``).
         """
+        kind, config = self._kinds[number]
+        sharing = Sharing(config, self.num_shares, self.version, bool(self.policy.trainable_groups().get(VALUE_GROUP)))
+        rows = kind.rows_of_shares(sharing, method, args) if self.num_shares > 1 else None
+        held: list[tuple[Tensor, dict[str, Tensor]]] | None = None
+        if rows is not None:
+            small, parts = separate(cast(TrajectoryBatch, args[0]), rows)
+            args = [small, *args[1:]]
+            held = [(part.rows, part.inputs) for part in parts]
         generators = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Generator)}
         sent = [None if isinstance(arg, torch.Generator) else arg for arg in args]
         plain = [list(arg) if isinstance(arg, Iterator) else arg for arg in sent]
         states = {place: generator_state(generator) for place, generator in generators.items()}
-        answer, states, counters = self._call("call_update", number, method, plain, states)[0]
+        answer, states, counters = self._call("call_update", number, method, plain, states, held)[0]
         for place, state in states.items():
             restore_generator(generators[place], state)
         self._take_counters(counters)

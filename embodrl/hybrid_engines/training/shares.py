@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.algorithms.losses import LossOutput, is_largest
+from embodrl.data.shared_rows import share_of
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.engine_state import HeldState
 from embodrl.hybrid_engines.training.options import EngineOptions
@@ -88,9 +89,10 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
 
         Gathering weights is a collective call, so a process without rows runs the first micro-batch as a dummy.
         """
-        shares = [r.split(self.config.micro_batch_size) for r in torch.arange(num_rows).tensor_split(self.num_shares)]
-        mine = [(rows, True) for rows in shares[self.share] if len(rows)]
-        return mine + [(torch.zeros(1, dtype=torch.int64), False)] * (len(shares[0]) - len(mine))
+        largest, own = (share_of(num_rows, self.num_shares, share) for share in (0, self.share))
+        size = self.config.micro_batch_size
+        mine = [(rows, True) for rows in own.split(size) if len(rows)]
+        return mine + [(torch.zeros(1, dtype=torch.int64), False)] * (len(largest.split(size)) - len(mine))
 
     def forward_backward(
         self,
