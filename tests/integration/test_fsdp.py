@@ -277,7 +277,6 @@ def test_processes_that_get_their_rows_alone_train_as_with_all() -> None:
             assert isinstance(engine, RemoteTrainEngine) and engine.num_shares == 2
             engine.num_shares = num_shares  # with 1 everything goes to both
             metrics = train(engine, "openvla", policy, config, range(1))
-            batch = tiny_rollout("openvla", policy, config, 1)
             proximal, _ = on_policy(engine, config).proximal(tiny_rollout("openvla", policy, config, 1))
             results.append((metrics, copied(engine.state_dict()).tensors | {"proximal": {"": proximal}}))
     assert results[0][0] == results[1][0]
