@@ -27,6 +27,11 @@ def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
     return matches[0] if matches else ""
 
 
+def without_password(text: str) -> str:
+    """Return a text without the password of a URL in it (``://USER:PASSWORD@``)."""
+    return re.sub(r"(://[^\s/:@]*):(?!\d+/)\S*@", r"\1@", text)
+
+
 MISSPELT = 0.8
 """Similarity above which a name counts as a misspelling rather than another name."""
 

@@ -14,6 +14,7 @@ from yaml.reader import ReaderError
 
 from embodrl.errors import ConfigProblem
 from embodrl.fields import open_regular_file
+from embodrl.names import without_password
 
 INT = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
@@ -53,7 +54,8 @@ class Origin:
         if self.kind == "schema":
             return "schema default"
         if self.kind == "argument":
-            shown = self.source if len(self.source) <= 200 else f"{self.source[:200]}..."
+            source = without_password(self.source)
+            shown = source if len(source) <= 200 else f"{source[:200]}..."
             return f"command line: {shown}"
         return f"{self.source}:{self.line}" if self.line else self.source
 

@@ -14,7 +14,9 @@ class StoreConfig(Section):
     """Settings shared by collectors, trainer and evaluators."""
 
     url: Annotated[PathText | None, ReadBy("store", "train")] = Field(
-        default=None, description="a directory that all processes reach, or a URL of fsspec such as s3://BUCKET/PREFIX"
+        default=None,
+        description="a directory that all processes reach, redis://HOST:PORT/DB/PREFIX, or a URL of fsspec such as"
+        " s3://BUCKET/PREFIX",
     )
     collector: str = Field(
         default="collector-0",

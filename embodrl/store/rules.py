@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, path_kind, value_of
 from embodrl.config.rules.real_time import person_can_correct
 from embodrl.config.schema import DEVICES, Config
 from embodrl.envs.robot.spec import EXPERT
+from embodrl.errors import StoreError
+from embodrl.names import nearest, without_password
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import LOSSES
 from embodrl.store.config import store_settings
+from embodrl.store.urls import PASSWORD, REDIS, redis_place, scheme_of
 
 RULES = RuleSet()
 URL = "store.url"
@@ -43,6 +47,55 @@ OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (
     ("env.train.failed_seed_fraction", 0, "has no list of failed seeds"),
 )
 """The same, if it learns from rollouts."""
+
+
+@RULES.rule(URL)
+def store_url_is_valid(context: Context) -> Iterator[Finding]:
+    """A store has a kind of URL that is known, and its URL no password, which files of settings would show."""
+    url = store_settings(context.config).url or ""
+    shown = without_password(url)
+    if scheme_of(url) in REDIS:
+        if shown != url:
+            message = "has a password, which the configuration's copies and logs would show"
+            yield Finding(URL, message, f"set the environment variable {PASSWORD} instead", shown)
+        try:
+            redis_place(url)
+        except StoreError as error:
+            yield Finding(URL, error.message, error.hint, "redis://HOST:PORT/DB/PREFIX")
+    elif importlib.util.find_spec("fsspec") is not None:
+        import fsspec
+
+        known = {*fsspec.available_protocols(), *REDIS}
+        for scheme in scheme_of(url).split("::"):
+            if scheme and scheme not in known:
+                near = nearest(scheme, sorted(known))
+                hint = "give a directory or a URL such as s3://BUCKET/PREFIX or redis://HOST:PORT/0/PREFIX"
+                yield Finding(URL, f"'{shown}' is no kind of URL that stores have", hint, nearest=near and f"{near}://")
+
+
+@RULES.rule(URL, machine_specific=True)
+def store_library_is_installed(context: Context) -> Iterator[Finding]:
+    """What opens a store is installed."""
+    url = store_settings(context.config).url
+    if url is None:
+        return
+    if importlib.util.find_spec("fsspec") is None:
+        yield Finding(URL, "a store needs the package fsspec, which is not installed", "pip install 'embodrl[store]'")
+        return
+    scheme = scheme_of(url)
+    if scheme in REDIS:
+        if importlib.util.find_spec("redis") is None:
+            message = f"{scheme}:// needs the package redis, which is not installed"
+            yield Finding(URL, message, "pip install 'embodrl[redis]'")
+        return
+    import fsspec
+
+    for one in scheme.split("::"):
+        try:
+            if one in fsspec.available_protocols():
+                fsspec.get_filesystem_class(one)
+        except ImportError as error:
+            yield Finding(URL, f"{one}:// needs a library that is not installed", str(error))
 
 
 @RULES.rule(URL, "algorithm", "rollout", "reward", "runner", "model", "env", "cluster")

@@ -20,13 +20,27 @@ from typing import Any
 from embodrl.data.store_shards import SIGN, STABLE
 from embodrl.errors import EmbodrlError, StoreError
 from embodrl.fields import MAX_JSON_BYTES, Fields, parse_fields
+from embodrl.names import without_password
 from embodrl.storage.atomic import atomic_directory, sync_directory, sync_tree
 from embodrl.storage.integrity import sha256_of
+from embodrl.store.urls import REDIS, scheme_of
 
 _LOOK_S = 0.2
 OUTAGES = ("store-unreachable", "store-full")
 """Codes of possibly transient errors."""
 _HINT = "see docs/store.md; earlier data is intact"
+
+
+def _files(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it; raises StoreError, ValueError or ImportError."""
+    import fsspec
+
+    if scheme_of(url) in REDIS:
+        from embodrl.store.redis_files import RedisFiles
+
+        files = RedisFiles(url)
+        return files, files.prefix
+    return fsspec.core.url_to_fs(url)
 
 
 class Store:
@@ -35,22 +49,24 @@ class Store:
     Every method raises StoreError if the store can't be reached.
 
     Args:
-        url: absolute path, or an fsspec URL such as s3://BUCKET/PREFIX; credentials come from the default locations of
-            the URL's library.
+        url: absolute path, redis://HOST:PORT/DB/PREFIX, or an fsspec URL such as s3://BUCKET/PREFIX; credentials come
+            from the default locations of the URL's library.
+
+    Attributes:
+        url: the URL without a password.
 
     Raises:
         StoreError: the URL is not supported, or its library is not installed.
     """
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
-        self.url = url.rstrip("/")
+        url = url.rstrip("/")
+        self.url = without_password(url)
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+            self._fs, self._root = _files(url)
         except (ValueError, ImportError) as error:
             hint = "give a path or a URL such as s3://BUCKET/PREFIX, and install the library that the message names"
-            raise StoreError(f"can't open a store at {url}: {error}", hint, code="store-url") from error
+            raise StoreError(f"can't open a store at {self.url}: {error}", hint, code="store-url") from error
         self._marked: dict[str, set[str]] = {}
         self._is_local = "file" in ((p,) if isinstance(p := self._fs.protocol, str) else p)
 

@@ -54,6 +54,14 @@ ROBOT = [
         ("env.reset_timeout_s=60", "env.step_timeout_s=900", "env.real_time.control_dir=here", *CLOCK),
         names="60",
     ),
+    Wrong(
+        "a store of an unknown kind",
+        "store.url",
+        "store-url-is-valid",
+        ("store.url=rediz://host/0/run", *ALONE),
+        names="redis://",
+    ),
+    Wrong("a store without its library", "store.url", "store-library-is-installed", ("store.url=oss://bucket/run",)),
     Wrong("a missing policy", "store.intervention", "intervention-is-possible", ("store.intervention=missing", GATE)),
     Wrong(
         "a keyboard whose emergency stop is not read",

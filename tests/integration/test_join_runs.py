@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import runs
+from redis_server import fake_redis, redis_server
 
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.store.rollout_shards import ROLLOUTS, SETTINGS, TAKEN, Ledger
@@ -97,6 +98,30 @@ def test_a_server_acts_for_the_environments_of_a_run(tmp_path: Path) -> None:
     assert all(row["train/behavior_weight_max"] < 10 for row in rows[1:]), "by the weights that they say"
     versions = {int(line["collect/policy_version"]) for line in metrics_of(tmp_path / "spool")}
     assert len(versions) > 1, "the server took new weights"
+
+
+@pytest.fixture(params=["fake", "server"])
+def redis_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    with fake_redis() if request.param == "fake" else redis_server(tmp_path) as address:
+        yield Store(f"{address}/run")
+
+
+@pytest.mark.timeout(240)
+def test_a_process_joins_a_run_in_redis(tmp_path: Path, redis_store: Store) -> None:
+    config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    config.write_text(CONFIG)
+    with ExitStack() as closing:
+        places = [f"store.url={redis_store.url}", f"runner.output_dir={run_dir}", "runner.max_iterations=4"]
+        trainer = closing.enter_context(started(tmp_path, "train", "--config", config, *places))
+        until(lambda: redis_store._fs.exists(redis_store._path(SETTINGS, "STABLE")), trainer)
+        joined = closing.enter_context(
+            started(tmp_path, "join", redis_store.url, f"store.spool_dir={tmp_path / 'spool'}")
+        )
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
+        assert joined.wait() == 0, (tmp_path / "join.log").read_text()
+    assert [row["iteration"] for row in runs.metrics(run_dir)] == list(range(5))
+    assert max(redis_store.names("weights")) == "weights/v000004"
+    assert len({line["collect/policy_version"] for line in metrics_of(tmp_path / "spool")}) > 1
 
 
 @pytest.mark.timeout(240)

@@ -38,6 +38,7 @@ EXTRAS = (
     Extra("lora", ("peft",), "peft", "adapters in PEFT's layout"),
     Extra("serve", ("aiohttp", "msgpack", "zmq", "PIL.Image"), "aiohttp", "`embodrl serve` and model=remote"),
     Extra("store", ("fsspec", "pyarrow", "imageio_ffmpeg", "PIL.Image"), "fsspec", "`embodrl store`"),
+    Extra("redis", ("redis",), "redis", "store.url=redis://HOST:PORT/DB/PREFIX"),
     Extra("spacemouse", ("pyspacemouse",), "pyspacemouse", "store.intervention=spacemouse"),
     Extra("wandb", ("wandb",), "wandb", "W&B"),
 )

@@ -1,9 +1,11 @@
 """Shards of a store are merged without an episode being lost or read twice, wherever the process is killed."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from redis_server import fake_redis
 
 from embodrl.data.demos import ACTED_BY, EXECUTED, LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, DemoEpisode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
@@ -85,8 +87,14 @@ def columns(directory) -> dict:
     return floats | {TERMINATED: table.vectors(TERMINATED, 1), POLICY_VERSION: table.integers(POLICY_VERSION)}
 
 
-def test_every_column_and_pixel_is_kept(spool, tmp_path):
-    store = copy_of(spool, str(tmp_path / "store"), tmp_path)
+@pytest.fixture(params=["directory", "redis"])
+def url(request, tmp_path):
+    with fake_redis() if request.param == "redis" else nullcontext(tmp_path) as found:
+        yield f"{found}/store"
+
+
+def test_every_column_and_pixel_is_kept(spool, url, tmp_path):
+    store = copy_of(spool, url, tmp_path)
     told: list[str] = []
     compaction.compact(store, 100, told.append)
     assert store.names(EPISODES) == [f"{EPISODES}/a-000005", MERGED_NAME] and len(told) == 1

@@ -1,9 +1,11 @@
 """A name in a store has one owner at a time."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 from expect import raises_code
+from redis_server import fake_redis
 
 from embodrl.store.lease import STALE_S, Lease
 from embodrl.store.store import Store
@@ -49,11 +51,12 @@ class Beats(threading.Event):
         self._waiting.release()
 
 
-@pytest.fixture(params=["directory", "memory://lease"])
+@pytest.fixture(params=["directory", "memory", "redis"])
 def store(request, tmp_path):
-    found = Store(str(tmp_path) if request.param == "directory" else f"{request.param}/{tmp_path.name}")
-    found.create()
-    return found
+    with fake_redis() if request.param == "redis" else nullcontext("memory://lease") as url:
+        found = Store(str(tmp_path) if request.param == "directory" else f"{url}/{tmp_path.name}")
+        found.create()
+        yield found
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 import errno
 import json
 import uuid
+from contextlib import nullcontext
 
 import pytest
 from expect import raises_code
+from redis_server import fake_redis
 
 from embodrl.config import load_config
 from embodrl.errors import StoreError
@@ -13,11 +15,12 @@ from embodrl.store.parts import open_store
 from embodrl.store.store import Retry, Store
 
 
-@pytest.fixture(params=["path", "memory"])
+@pytest.fixture(params=["path", "memory", "redis"])
 def store(request, tmp_path):
-    store = Store(str(tmp_path / "store") if request.param == "path" else f"memory://{uuid.uuid4().hex}")
-    store.create()
-    return store
+    with fake_redis() if request.param == "redis" else nullcontext(f"memory://{uuid.uuid4().hex}") as url:
+        store = Store(str(tmp_path / "store") if request.param == "path" else f"{url}/store")
+        store.create()
+        yield store
 
 
 @pytest.fixture

@@ -1,0 +1,159 @@
+"""Files in Redis, behind fsspec's interface: ``redis://HOST:PORT/DB/PREFIX``, or rediss:// with TLS.
+
+A file is a hash, whose fields 0, 1, ... are its parts of ``PART_BYTES`` (a value of Redis has at most 512 MB). A
+directory is a set of the names in it, and its key ends with a slash; it exists while it has any. A file that
+``pipe_file`` writes is replaced in one transaction; ``put_file`` sends part by part.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fsspec.spec import AbstractFileSystem
+
+from embodrl.store.urls import PASSWORD, REDIS, redis_place
+
+PART_BYTES = 4 * 2**20
+_TIMEOUT_S = 30.0
+_IDLE_S = 30
+
+
+@contextmanager
+def _full() -> Iterator[None]:
+    """Turn Redis's refusal of more data into the error of a full disk."""
+    from redis.exceptions import OutOfMemoryError
+
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise OSError(errno.ENOSPC, f"{error} (Redis's maxmemory)") from error
+
+
+class RedisFiles(AbstractFileSystem):
+    """Files of one prefix in Redis; paths begin with the prefix. Errors are redis-py's, or OSError as for files.
+
+    Args:
+        url: see ``redis_place``; without a password it is that of ``REDISCLI_AUTH``, if set.
+
+    Raises:
+        StoreError: the URL has another form.
+        ImportError: redis-py is not installed.
+    """
+
+    protocol = REDIS
+    cachable = False
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        try:
+            import redis
+        except ImportError as error:
+            raise ImportError("the package redis is not installed: pip install 'embodrl[redis]'") from error
+        parts, database, self.prefix = redis_place(url)
+        kind = redis.SSLConnection if parts.scheme == "rediss" else redis.Connection
+        pool = redis.ConnectionPool(
+            connection_class=kind,
+            host=parts.hostname,
+            port=parts.port or 6379,
+            db=database,
+            username=parts.username,
+            password=parts.password or os.environ.get(PASSWORD),
+            socket_timeout=_TIMEOUT_S,
+            socket_connect_timeout=_TIMEOUT_S,
+            health_check_interval=_IDLE_S,
+        )
+        self._redis: Any = redis.Redis(connection_pool=pool)  # its types are of decoded answers, too
+
+    def _link(self, pipeline: Any, path: str) -> None:
+        """Add a path to its directory, and that to its own, up to the prefix."""
+        while path != self.prefix:
+            parent, _, name = path.rpartition("/")
+            pipeline.sadd(f"{parent}/", name)
+            path = parent
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        path = path.rstrip("/")
+        names: set[bytes] = self._redis.smembers(f"{path}/")
+        if not names:
+            entry = self.info(path)  # raises FileNotFoundError
+            return [entry if detail else path]
+        paths = [f"{path}/{name.decode()}" for name in sorted(names)]
+        return [self.info(one) for one in paths] if detail else paths
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        path = path.rstrip("/")
+        if count := self._redis.hlen(path):
+            size = (count - 1) * PART_BYTES + self._redis.hstrlen(path, str(count - 1))
+            return {"name": path, "size": size, "type": "file"}
+        if self._redis.exists(f"{path}/"):
+            return {"name": path, "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        path = path.rstrip("/")
+        return bool(self._redis.exists(path, f"{path}/"))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        if start or (end is not None and end < 0):
+            raise NotImplementedError("the store reads files from their beginning")
+        # One request in either case, so that a file is never half an old one and half a new one.
+        if end is None:
+            parts = self._redis.hgetall(path)
+            content = b"".join(parts[key] for key in sorted(parts, key=int))
+        else:
+            found = self._redis.hmget(path, [str(number) for number in range(max(-(-end // PART_BYTES), 1))])
+            parts = [part for part in found if part is not None]
+            content = b"".join(parts)[:end]
+        if not parts:
+            raise FileNotFoundError(path)
+        return content
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        chunks = [value[start : start + PART_BYTES] for start in range(0, max(len(value), 1), PART_BYTES)]
+        with _full(), self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.unlink(path)
+            pipeline.hset(path, mapping={str(number): chunk for number, chunk in enumerate(chunks)})
+            self._link(pipeline, path)
+            pipeline.execute()
+
+    def put_file(self, lpath: str, rpath: str, callback: Any = None, mode: str = "overwrite", **kwargs: Any) -> None:
+        with Path(lpath).open("rb") as file:
+            self.pipe_file(rpath, file.read(PART_BYTES))
+            number = 0
+            while part := file.read(PART_BYTES):
+                number += 1
+                with _full():
+                    self._redis.hset(rpath, str(number), part)
+
+    def get_file(self, rpath: str, lpath: Any = None, callback: Any = None, outfile: Any = None, **kwargs: Any) -> None:
+        with Path(lpath).open("wb") as file:
+            number = 0
+            while (part := self._redis.hget(rpath, str(number))) is not None:
+                file.write(part)
+                number += 1
+        if not number:
+            raise FileNotFoundError(rpath)
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
+        path = path.rstrip("/")
+        if not self.exists(path):
+            raise FileNotFoundError(path)
+        names: set[bytes] = self._redis.smembers(f"{path}/")
+        if names and not recursive:
+            raise IsADirectoryError(path)
+        self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        """Remove what is in a directory; then it, or a file, and its name in its own directory."""
+        for name in self._redis.smembers(f"{path}/"):
+            self._remove(f"{path}/{name.decode()}")
+        parent, _, name = path.rpartition("/")
+        with self._redis.pipeline(transaction=True) as pipeline:
+            pipeline.unlink(path)
+            pipeline.srem(f"{parent}/", name)
+            pipeline.execute()

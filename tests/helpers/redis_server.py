@@ -1,0 +1,57 @@
+"""Redis servers for tests: fakeredis's in this process, which other processes reach by TCP, and Redis's own."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def fake_redis() -> Iterator[str]:
+    """Run a stand-in; yield ``redis://HOST:PORT/0``."""
+    pytest.importorskip("fakeredis")
+    from fakeredis import TcpFakeServer
+
+    server = TcpFakeServer(("127.0.0.1", 0))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"redis://127.0.0.1:{server.server_address[1]}/0"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def redis_server(directory: Path, *options: str) -> Iterator[str]:
+    """Run Redis with these options, if it is installed; yield ``redis://HOST:PORT/0``."""
+    pytest.importorskip("redis")
+    command = shutil.which("redis-server")
+    if command is None:
+        pytest.skip("redis-server is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = ["--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory), "--save", "", *options]
+    with (directory / "redis.log").open("w") as log:
+        process = subprocess.Popen([command, *own], stdout=log, stderr=log)
+    try:
+        while True:
+            assert process.poll() is None, (directory / "redis.log").read_text()
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()
