@@ -28,7 +28,7 @@ from embodrl.data.demos import ACTED_BY, LOG_PROB, POLICY_VERSION, REWARDS, Demo
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.replay import POLICY
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EmbodrlError, EnvTimeout, EnvWorkerDied
+from embodrl.errors import EmbodrlError, EnvTimeout, EnvWorkerDied, StoreError
 from embodrl.fields import Fields, read_regular_file
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.follower import WeightFollower, WeightSource
@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "collect_metrics.jsonl"
 ID_FILE = "collector.id"
 MAX_ID = 64
+STORE_FILE = "store.url"
+MAX_URL = 64 * 2**10
 COUNTS = ("finished", "solved", "corrected")
 
 
@@ -299,11 +301,31 @@ def spool_id(spool: Path) -> str:
         return read_regular_file(path, MAX_ID).decode()
 
 
+def claim_spool(spool: Path, store: Store) -> None:
+    """Note the store of a collector's directory in it.
+
+    Raises:
+        StoreError: the directory has episodes for another store, which would go into this one.
+        OutputError: the directory can't be written.
+    """
+    path = spool / STORE_FILE
+    elsewhere = "choose another store.spool_dir"
+    with output_errors(f"{path} can't be read or written", path, elsewhere):
+        spool.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_text_file(path, f"{store}\n", elsewhere)
+        noted = read_regular_file(path, MAX_URL).decode().strip()
+    if noted != str(store):
+        message = f"{spool} has the episodes of a collector of {noted}, not of {store}"
+        hint = f"{elsewhere} or store.collector; if that store has moved here, remove {path}"
+        raise StoreError(message, hint, code="store-other-spool")
+
+
 def collect(loaded: LoadedConfig, say: Callable[[str], None] = print, endless: bool = False) -> int:
     """Collect episodes until ``collect.num_episodes``, the trainer's end, or a signal; return the exit code.
 
-    ``endless`` ignores ``collect.num_episodes``. Episodes that could not be copied to the store stay in
-    ``store.spool_dir``; the same command resumes with them.
+    ``endless`` ignores ``collect.num_episodes``, and has a ``store.spool_dir`` of one run (`embodrl join`). Episodes
+    that could not be copied to the store stay there; the same command resumes with them.
 
     Raises:
         EmbodrlError: a requirement is missing, or the disk is full.
@@ -314,6 +336,8 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print, endless: b
     store = open_store(config)
     prepare_acting(config, loaded.deployment)
     spool = Path(settings.spool_dir) / settings.collector
+    if not endless:  # then it is that of a run
+        claim_spool(spool, store)
     with ExitStack() as closing:
         pool = make_single_pool(config, config.env.train.total_num_envs)
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))

@@ -18,7 +18,6 @@ from embodrl.store.urls import PASSWORD, REDIS, redis_place, scheme_of
 
 RULES = RuleSet()
 URL = "store.url"
-ROBOT = "robot"
 NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.backend", "native", "evaluates in the main process"),
     ("rollout.own_process", None, "evaluates in the main process"),
@@ -47,6 +46,12 @@ OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (
     ("env.train.failed_seed_fraction", 0, "has no list of failed seeds"),
 )
 """The same, if it learns from rollouts."""
+
+OF_ROBOTS: tuple[tuple[str, object, str], ...] = (
+    ("runner.eval_interval", 0, "does not evaluate on a robot that its collector drives"),
+    ("runner.eval_at_start", False, "does not evaluate on a robot that its collector drives"),
+)
+"""The same, if collectors drive real robots."""
 
 
 @RULES.rule(URL)
@@ -110,14 +115,11 @@ def training_from_a_store_is_possible(context: Context) -> Iterator[Finding]:
         hint = "choose algorithm=ppo, grpo, sac or rlpd, or imitate what is solved: `embodrl store train`"
         yield Finding(URL, message, hint, "null", others=("algorithm.loss_type",))
     is_replayed = loss is not None and loss.off_policy
-    for key, wanted, reason in (*NEEDS, *(OF_EPISODES if is_replayed else OF_ROLLOUTS)):
+    beside_a_robot = OF_ROBOTS if config.trains_beside_a_robot else ()
+    for key, wanted, reason in (*NEEDS, *(OF_EPISODES if is_replayed else OF_ROLLOUTS), *beside_a_robot):
         if value_of(config, key) != wanted:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"training from a store {reason}", f"set it to {shown}", shown, others=(URL,))
-    if config.env.env_type == ROBOT:
-        message = "is a robot, which evaluations of the trainer would drive beside its collector"
-        hint = "imitate corrections: `embodrl store train`"
-        yield Finding("env.env_type", message, hint, "a simulator", others=(URL,))
     if not is_replayed:
         yield from _new_weights_come_in_time(config)
     if is_replayed and config.env.reward_mode == "potential" and config.model.num_action_chunks > 1:

@@ -35,7 +35,8 @@ class Schedule:
         first = runner.eval_at_start
         intervals = (runner.eval_interval, runner.save_interval)
         from_store = config.store_url is not None  # collectors get the initial weights, too, which follow a checkpoint
-        return cls(runner.max_iterations, *intervals, first, evaluates_last=True, saves_first=from_store)
+        last = not config.trains_beside_a_robot
+        return cls(runner.max_iterations, *intervals, first, evaluates_last=last, saves_first=from_store)
 
     @classmethod
     def of_imitation(cls, config: Config) -> Self:

@@ -3,19 +3,24 @@
 EMBODRL_LEROBOT_PYTHON names an interpreter that has lerobot.
 """
 
+import json
 import os
 import random
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 import runs
 from expect import raises_code
+from test_join_runs import started, until
 
 from embodrl.config.schema.real_time import RealTimeConfig
 from embodrl.data.load import load_demos
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.store.collect import METRICS_FILE
+from embodrl.store.store import Store
 
 HERE = str(Path(__file__).parent)
 LEROBOT = os.environ.get("EMBODRL_LEROBOT_PYTHON")
@@ -105,6 +110,101 @@ def test_critics_learn_from_a_person_who_corrects_a_robot(tmp_path):
     assert (controls / "closed").read_text() == "20"
 
 
+BUCKET = "bucket_00000.safetensors"
+BY_REWARD = """
+presets: {env: robot_sim, model: mlp, algorithm: hil_serl}
+env:
+  tasks: [reach-red]
+  state: full
+  pin_cpus: false
+  max_episode_steps: 10
+  real_time: {speed: 50}
+  train: {max_steps_per_rollout_epoch: 20}
+algorithm: {off_policy: {warm_up: 20}}
+actor: {global_batch_size: 32, micro_batch_size: 32}
+cluster: {num_threads: 1}
+collect: {num_episodes: 40000}
+runner:
+  max_iterations: 1000
+  eval_interval: 0
+  eval_at_start: false
+  save_interval: 1
+  logger: {tensorboard: false, console: plain}
+store: {intervention: expert, episodes_per_shard: 1, poll_s: 0.2}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_run_learns_by_reward_from_a_robot_that_an_expert_corrects(tmp_path):
+    pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
+    config, demos, store = tmp_path / "config.yaml", tmp_path / "demos", Store(str(tmp_path / "store"))
+    config.write_text(BY_REWARD)
+    few = ("env.num_processes=1", "env.train.total_num_envs=4", "collect.num_episodes=4", "env.tasks=[reach-red]")
+    outcome = runs.embodrl("collect", "env=toy", *TASK, *few, f"collect.output_dir={demos}")
+    assert outcome.code == 0, outcome.stderr
+    common = ("--config", config, f"store.url={store.url}")
+    own = (f"runner.output_dir={tmp_path / 'run'}", f"algorithm.off_policy.demos={demos}")
+    metrics = tmp_path / "spool" / "collector-0" / METRICS_FILE
+
+    def versions() -> set[int]:
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        return {json.loads(line)["collect/policy_version"] for line in lines if line.endswith("}")}
+
+    with ExitStack() as closing:
+        store.create()
+        trainer = closing.enter_context(started(tmp_path, "train", *common, *own))
+        until(lambda: store.names("weights") == ["weights/v000000"], trainer)
+        store.get("weights/v000000", tmp_path / "first")
+        collect = ("store", "collect", *common, f"store.spool_dir={tmp_path / 'spool'}")
+        collector = closing.enter_context(started(tmp_path, *collect))
+        until(lambda: max(versions(), default=0) > 2, trainer, collector)
+        for process in (trainer, collector):
+            process.terminate()
+            assert process.wait() == 143
+    rows = runs.metrics(tmp_path / "run")[1:]
+    assert rows[-1]["replay/demos"] > rows[0]["replay/demos"] > len(load_demos(demos).episode), "corrections count"
+    assert all(row["rollout/return"] > 0 for row in rows) and "train/critic_loss" in rows[-1]
+    store.get(store.names("weights")[-1], tmp_path / "last")
+    files = [
+        {path.name: path.read_bytes() for path in tmp_path.glob(f"{at}/*.safetensors")} for at in ("first", "last")
+    ]
+    assert files[0] and files[0].keys() == files[1].keys() and files[0] != files[1]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_run_learns_from_a_robot_and_never_drives_it(tmp_path, monkeypatch):
+    (tmp_path / "arms.py").write_text("import stub_arm\n\ndef arm(**settings):\n    return stub_arm.Arm()\n")
+    for folder in (HERE, str(tmp_path)):
+        monkeypatch.setenv("PYTHONPATH", folder, prepend=os.pathsep)
+    pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
+    config, store = tmp_path / "config.yaml", Store(str(tmp_path / "store"))
+    content = BY_REWARD.replace("robot_sim", "robot").replace("hil_serl", "sac").replace("1000", "2")
+    for old, new in (("reach-red", "lift"), ("full", "proprio"), ("intervention: expert, ", ""), ("speed: 50", "")):
+        content = content.replace(old, new)
+    config.write_text(content)
+    arm = (
+        *("env.robot=arms:arm", "env.success_fn=stub_arm:is_there"),
+        *("env.action_low=[0,-100,0]", "env.action_high=[100,100,100]", "env.instruction=go"),
+        *("env.real_time.control_hz=50", "model.action_dim=3", f"store.url={store.url}"),
+        *("env.real_time.wait_for_person=false", "env.real_time.control_dir=null"),
+    )
+    with ExitStack() as closing:
+        store.create()
+        run = ("train", "--config", config, *arm, f"runner.output_dir={tmp_path / 'run'}")
+        trainer = closing.enter_context(started(tmp_path, *run))
+        until(lambda: bool(store.names("weights")), trainer)
+        collect = ("store", "collect", "--config", config, *arm, f"store.spool_dir={tmp_path / 'spool'}")
+        collector = closing.enter_context(started(tmp_path, *collect))
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
+        assert collector.wait() == 0, (tmp_path / "store.log").read_text()
+    rows = runs.metrics(tmp_path / "run")
+    assert rows[-1]["iteration"] == 2 and not any(name.startswith("eval/") for row in rows for name in row)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_no_episode_is_lost_when_actor_and_learner_are_killed(tmp_path):
@@ -112,9 +212,7 @@ def test_no_episode_is_lost_when_actor_and_learner_are_killed(tmp_path):
     from test_store_runs import Role, assert_each_attempt_counts_once
 
     from embodrl.storage.checkpoint import CheckpointManager
-    from embodrl.store.collect import METRICS_FILE
     from embodrl.store.shards import EPISODES
-    from embodrl.store.store import Store
 
     (tmp_path / "config.yaml").write_text(CONFIG)
     store, moments = Store(str(tmp_path / "store")), random.Random(time.time_ns())

@@ -11,7 +11,7 @@ from embodrl.names import import_function
 from embodrl.rule_set import Finding
 
 
-@rule("env.real_time", "env.num_processes", "env.train.total_num_envs", "algorithm.off_policy")
+@rule("env.real_time", "env.num_processes", "env.train.total_num_envs", "algorithm")
 def robot_acts_alone(context: Context) -> Iterator[Finding]:
     """A clock drives a single environment, and training does not delay it."""
     env = context.config.env
@@ -19,12 +19,14 @@ def robot_acts_alone(context: Context) -> Iterator[Finding]:
         return
     # With a person who corrects the policy, the robot stands still between rollouts anyway.
     corrected = context.config.algorithm.off_policy.intervention_device is not None
-    if context.verb in ("train", "plan") and not corrected:
+    # Episodes that come from a store were made by another process, whose robot waits for no update.
+    elsewhere = context.config.store_url is not None and context.loss.off_policy
+    if context.verb in ("train", "plan") and not corrected and not elsewhere:
         yield Finding(
             "env.real_time.control_hz",
             "`embodrl train` would make the robot wait during policy updates",
-            "collect and train in separate processes, `embodrl store collect` and `embodrl store train`: see"
-            " docs/robots.md; or set it to null",
+            "collect in another process, `embodrl store collect`, and train from the store by an off-policy algorithm"
+            " (store.url) or by imitation (`embodrl store train`): see docs/robots.md; or set it to null",
             "null",
             code="robot-would-wait",
         )

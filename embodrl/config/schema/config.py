@@ -119,6 +119,11 @@ class Config(Section):
         return getattr(getattr(self, "store", None), "url", None)
 
     @property
+    def trains_beside_a_robot(self) -> bool:
+        """Whether collectors of a store drive real robots for this run, which therefore evaluates nothing itself."""
+        return self.store_url is not None and self.env.env_type == "robot"
+
+    @property
     def moves_devices(self) -> bool:
         """Whether devices that ``cluster.placement`` divides may move between training and concurrent rollouts."""
         return self.divides_devices and self.runner.max_staleness > 0

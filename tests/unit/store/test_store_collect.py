@@ -179,6 +179,29 @@ def test_a_spool_keeps_its_id(tmp_path):
     assert spool_id(tmp_path / "a") == spool_id(tmp_path / "a") != spool_id(tmp_path / "b")
 
 
+def test_a_spool_is_of_one_store(tmp_path, monkeypatch):
+    def ended(*_, **__):
+        raise Ended
+
+    def run(store, name="desk"):
+        spool = f"store.spool_dir={tmp_path / 'spool'}"
+        store_collect.collect(load_config(["env=toy", f"store.url={store}", spool, f"store.collector={name}"]))
+
+    monkeypatch.setattr(store_collect, "prepare_acting", lambda *_: None)
+    monkeypatch.setattr(store_collect, "make_single_pool", ended)
+    monkeypatch.chdir(tmp_path)
+    for again in (tmp_path / "first", "first"):
+        with pytest.raises(Ended):
+            run(again)
+    with raises_code("store-other-spool"):
+        run(tmp_path / "second")
+    with pytest.raises(Ended):
+        run(tmp_path / "second", "another")
+    (tmp_path / "spool" / "desk" / "store.url").unlink()
+    with pytest.raises(Ended):
+        run(tmp_path / "second")
+
+
 def test_a_store_that_does_not_answer_holds_nobody_up():
     begun, answer = threading.Event(), threading.Event()
 

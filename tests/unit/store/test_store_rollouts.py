@@ -20,6 +20,7 @@ from embodrl.errors import ConfigError, StoreError
 from embodrl.fields import Fields
 from embodrl.store.rollouts import StoreCollector, episode_metrics, trajectories
 from embodrl.store.shards import ShardPart
+from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.settings import refuse_impossible
 from embodrl.types import Observation
 
@@ -197,6 +198,41 @@ def test_what_a_run_from_a_store_would_ignore_is_refused(key: str, settings: tup
     with pytest.raises(ConfigError) as caught:
         load_config([*base, *settings], verb="train")
     assert (key, RULE) in [(problem.key, problem.code) for problem in caught.value.problems]
+
+
+def problems_of(*settings: str) -> list[tuple[str, str]]:
+    try:
+        load_config(list(settings), verb="train")
+    except ConfigError as error:
+        return [(problem.key, problem.code) for problem in error.problems]
+    return []
+
+
+def test_a_robot_is_learned_from_where_no_update_makes_it_wait() -> None:
+    robot = ("env=robot_sim", "model=mlp", "env.state=full")
+    assert ("env.real_time.control_hz", "robot-would-wait") in problems_of(*robot, "algorithm=sac")
+    assert problems_of(*robot, "algorithm=sac", "store.url=store") == []
+    joined = problems_of(*robot, "algorithm=ppo_gaussian", "store.url=store")
+    assert ("env.real_time.control_hz", "robot-would-wait") in joined
+
+
+def test_a_trainer_beside_a_robot_does_not_evaluate() -> None:
+    robot = ("env=robot", "env.robot=so101_follower", "env.instruction=go", "model=mlp", "algorithm=sac")
+    robot += ("store.url=store", "env.real_time.control_hz=10", "env.num_processes=1", "env.train.total_num_envs=1")
+    found = problems_of(*robot)
+    assert {("runner.eval_interval", RULE), ("runner.eval_at_start", RULE)} <= set(found)
+    quiet = [
+        *robot,
+        "runner.eval_interval=0",
+        "runner.eval_at_start=false",
+        "env.action_low=[-1]",
+        "env.action_high=[1]",
+    ]
+    quiet += ["model.action_dim=1", "env.success_fn=math:isfinite"]
+    own = load_config(quiet, verb="train").config
+    assert Schedule.of_training(own).evaluations_after(0) == 0
+    alone = own.model_copy(update={"store": None})
+    assert Schedule.of_training(alone).evaluations_after(0) == 1
 
 
 def test_a_checked_file_of_collectors_and_of_a_trainer_that_imitates_has_a_store_of_its_own() -> None:
