@@ -1,1 +1,1 @@
-"""Spellings of other systems for code that was written for them: ``compat.siirl`` and ``compat.verl``."""
+"""Spellings of other systems for code written for them: ``compat.areal``, ``compat.siirl`` and ``compat.verl``."""

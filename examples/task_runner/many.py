@@ -16,7 +16,7 @@ async def score(number: int) -> float:
 
 def main() -> None:
     """Submit ten tasks, four at a time, and wait for all of them."""
-    with AsyncTaskRunner(max_in_flight=4, max_queue=10) as runner:
+    with AsyncTaskRunner(max_in_flight=4, max_queue_size=10) as runner:
         for number in range(10):
             runner.submit(score, number)
         results = runner.wait(count=10, timeout=10.0)

@@ -48,7 +48,7 @@ CURES = {
     "env-raised": "fix the environment: the message has its traceback",
     "env-quarantined": "fix the environment; if such values are expected, raise env.max_abs_reward or max_abs_state",
     "task-runner": "look at the exception that it carries; a closed runner takes no tasks",
-    "task-queue-full": "wait for results, or raise max_queue",
+    "task-queue-full": "wait for results, or raise max_queue_size",
     "task-id-taken": "use unique task ids",
     "file-format": "restore the file from its origin; the message names the file and the key",
     "file-damaged": "restore the named files from their origin, or write the directory again",

@@ -124,22 +124,24 @@ class AsyncTaskRunner:
 
     Args:
         max_in_flight: concurrent tasks on the loop.
-        max_queue: tasks waiting for their start.
-        max_results: running tasks and undelivered results together; None for ``max_in_flight + max_queue``. The result
-            of a task cancelled in the queue counts as queued until it is delivered.
+        max_queue_size: tasks waiting for their start.
+        max_results: running tasks and undelivered results together; None for ``max_in_flight + max_queue_size``. The
+            result of a task cancelled in the queue counts as queued until it is delivered.
         name: thread name.
 
     Raises:
         TaskRunnerError: a bound is below 1, or ``max_results`` is below ``max_in_flight``.
     """
 
-    def __init__(self, max_in_flight: int, max_queue: int, max_results: int | None = None, name: str = "tasks") -> None:
+    def __init__(
+        self, max_in_flight: int, max_queue_size: int, max_results: int | None = None, name: str = "tasks"
+    ) -> None:
         self.max_in_flight = max_in_flight
-        self.max_queue = max_queue
-        self.max_results = max_in_flight + max_queue if max_results is None else max_results
-        if min(max_in_flight, max_queue) < 1 or self.max_results < max_in_flight:
+        self.max_queue_size = max_queue_size
+        self.max_results = max_in_flight + max_queue_size if max_results is None else max_results
+        if min(max_in_flight, max_queue_size) < 1 or self.max_results < max_in_flight:
             raise TaskRunnerError(
-                f"bounds of {max_in_flight} in flight, {max_queue} queued and {self.max_results} results",
+                f"bounds of {max_in_flight} in flight, {max_queue_size} queued and {self.max_results} results",
                 "use bounds of at least 1, and max_results of at least max_in_flight",
             )
         self._lock = threading.Lock()
@@ -306,7 +308,7 @@ class AsyncTaskRunner:
 
     def _has_room(self) -> bool:
         held = len(self._tasks.queued) + len(self._tasks.running) + len(self._tasks.results)
-        return len(self._tasks.queued) < self.max_queue and held < self.max_queue + self.max_results
+        return len(self._tasks.queued) < self.max_queue_size and held < self.max_queue_size + self.max_results
 
     def _await_room(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -318,7 +320,7 @@ class AsyncTaskRunner:
                 raise TaskQueueFull(
                     f"{len(tasks.queued)} tasks are queued, {len(tasks.running)} run and {len(tasks.results)} results "
                     f"are undelivered ({'a task cannot wait for room' if own else f'for {timeout:g} s'})",
-                    "wait() for results, resume() if paused, or raise max_queue",
+                    "wait() for results, resume() if paused, or raise max_queue_size",
                 )
             self._room.wait(remaining)
             self._check()

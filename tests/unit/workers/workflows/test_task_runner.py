@@ -58,7 +58,7 @@ class Gate:
 
 @pytest.fixture
 def runner() -> Iterator[AsyncTaskRunner]:
-    with AsyncTaskRunner(max_in_flight=16, max_queue=64) as made:
+    with AsyncTaskRunner(max_in_flight=16, max_queue_size=64) as made:
         yield made
 
 
@@ -120,7 +120,7 @@ def test_ten_episodes_run_at_the_same_time(runner: AsyncTaskRunner) -> None:
 
 def test_no_more_than_max_in_flight_run() -> None:
     gate = Gate()
-    with AsyncTaskRunner(max_in_flight=3, max_queue=20) as runner:
+    with AsyncTaskRunner(max_in_flight=3, max_queue_size=20) as runner:
         for number in range(12):
             runner.submit(gate.pass_through, number)
         gate.await_arrivals(3)
@@ -178,7 +178,7 @@ def test_an_interrupted_wait_puts_back_what_it_had_taken(runner: AsyncTaskRunner
 
 def test_a_full_queue_pushes_back_and_continues() -> None:
     gate = Gate()
-    with AsyncTaskRunner(max_in_flight=1, max_queue=2, max_results=1) as runner:
+    with AsyncTaskRunner(max_in_flight=1, max_queue_size=2, max_results=1) as runner:
         runner.submit(gate.pass_through)
         gate.await_arrivals(1)
         runner.submit(give, 1)
@@ -193,7 +193,7 @@ def test_a_full_queue_pushes_back_and_continues() -> None:
 
 
 def test_undelivered_results_are_bounded_without_deadlock() -> None:
-    with AsyncTaskRunner(max_in_flight=2, max_queue=3, max_results=2) as runner:
+    with AsyncTaskRunner(max_in_flight=2, max_queue_size=3, max_results=2) as runner:
         for number in range(5):
             runner.submit(give, number)
         while runner.health().undelivered < 2:
@@ -211,7 +211,7 @@ def test_undelivered_results_are_bounded_without_deadlock() -> None:
 
 
 def test_cancelled_tasks_do_not_outgrow_the_bounds() -> None:
-    with AsyncTaskRunner(max_in_flight=1, max_queue=2, max_results=1) as runner:
+    with AsyncTaskRunner(max_in_flight=1, max_queue_size=2, max_results=1) as runner:
         runner.pause()
         for _ in range(3):
             assert runner.cancel(runner.submit(give, 0))
@@ -286,7 +286,7 @@ def test_several_threads_submit_and_wait(runner: AsyncTaskRunner) -> None:
 
 
 def test_ten_thousand_tasks_leave_nothing_behind() -> None:
-    with AsyncTaskRunner(max_in_flight=1000, max_queue=10_000) as runner:
+    with AsyncTaskRunner(max_in_flight=1000, max_queue_size=10_000) as runner:
 
         def play() -> None:
             for number in range(10_000):
@@ -306,7 +306,7 @@ def test_ten_thousand_tasks_leave_nothing_behind() -> None:
 def test_close_with_work_under_way() -> None:
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     gate = Gate()
-    runner = AsyncTaskRunner(max_in_flight=2, max_queue=8)
+    runner = AsyncTaskRunner(max_in_flight=2, max_queue_size=8)
     for number in range(4):
         runner.submit(gate.pass_through, number)
     gate.await_arrivals(2)
@@ -324,7 +324,7 @@ def test_close_with_work_under_way() -> None:
 
 def test_close_releases_who_waits_and_who_submits() -> None:
     gate = Gate()
-    runner = AsyncTaskRunner(max_in_flight=1, max_queue=1, max_results=1)
+    runner = AsyncTaskRunner(max_in_flight=1, max_queue_size=1, max_results=1)
     runner.submit(gate.pass_through)
     gate.await_arrivals(1)
     runner.submit(give, 1)
@@ -363,7 +363,7 @@ def test_close_waits_for_clean_up_and_names_who_refuses() -> None:
         entered.set()
         assert leave.wait(LONG)  # blocks the loop
 
-    runner = AsyncTaskRunner(max_in_flight=2, max_queue=2)
+    runner = AsyncTaskRunner(max_in_flight=2, max_queue_size=2)
     runner.submit(tidy)
     runner.submit(stubborn, task_id="stubborn")
     assert entered.wait(LONG)
@@ -379,7 +379,7 @@ def test_a_fatal_error_of_the_loop_reaches_the_next_call(error: BaseException) -
     async def end_the_loop() -> None:
         raise error
 
-    runner = AsyncTaskRunner(max_in_flight=2, max_queue=2)
+    runner = AsyncTaskRunner(max_in_flight=2, max_queue_size=2)
     runner.submit(end_the_loop)
     with raises_code("task-runner", TaskRunnerError, type(error).__name__) as caught:
         runner.wait(1, LONG)
@@ -392,7 +392,7 @@ def test_a_fatal_error_of_the_loop_reaches_the_next_call(error: BaseException) -
 
 
 def test_a_failure_of_the_runner_itself_does_not_leave_its_users_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = AsyncTaskRunner(max_in_flight=2, max_queue=2)
+    runner = AsyncTaskRunner(max_in_flight=2, max_queue_size=2)
     monkeypatch.setattr(AsyncTaskRunner, "_run", lambda self, entry: 1 // 0)
     runner.submit(give, 1)
     with raises_code("task-runner", TaskRunnerError, "ZeroDivisionError") as caught:
@@ -415,7 +415,7 @@ def test_a_task_may_submit_but_not_wait(runner: AsyncTaskRunner) -> None:
 
 
 def test_a_task_that_submits_into_a_full_queue_is_refused_at_once() -> None:
-    with AsyncTaskRunner(max_in_flight=1, max_queue=1) as runner:
+    with AsyncTaskRunner(max_in_flight=1, max_queue_size=1) as runner:
 
         async def submits() -> None:
             for _ in range(5):

@@ -19,7 +19,7 @@ async def give(value: Any) -> Any:
 
 
 def test_a_task_that_is_cancelled_while_it_is_made_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    with AsyncTaskRunner(max_in_flight=1, max_queue=4) as runner:
+    with AsyncTaskRunner(max_in_flight=1, max_queue_size=4) as runner:
         runner.submit(give, 0)
         assert [result.value for result in runner.wait(1, LONG)] == [0]
         create, answers = runner._loop.create_task, list[bool]()
@@ -41,7 +41,7 @@ def test_a_task_that_is_cancelled_while_it_is_made_has_a_result(monkeypatch: pyt
 
 
 def test_cancelling_a_queued_task_makes_room_for_who_submits(monkeypatch: pytest.MonkeyPatch) -> None:
-    with AsyncTaskRunner(max_in_flight=1, max_queue=1) as runner:
+    with AsyncTaskRunner(max_in_flight=1, max_queue_size=1) as runner:
         runner.pause()
         runner.submit(give, 1, task_id="a")
         waits, wait = threading.Event(), runner._room.wait
@@ -74,7 +74,7 @@ def test_it_runs_on_the_loop_of_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(0)
         return asyncio.get_running_loop()
 
-    with AsyncTaskRunner(max_in_flight=4, max_queue=32) as runner:
+    with AsyncTaskRunner(max_in_flight=4, max_queue_size=32) as runner:
         runner.submit(endless, task_id="endless")
         assert began.wait(LONG)
         numbers = [runner.submit(give, number) for number in range(20)]
