@@ -36,6 +36,7 @@ class Shard:
     Attributes:
         seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the first episode of each environment.
         group_id: ``int64[B]``, equal where episodes begin in the same initial state.
+        first: number of its first episode among those that are drawn with ``random``.
     """
 
     iteration: int
@@ -43,6 +44,7 @@ class Shard:
     task_ids: NDArray[np.int32]
     group_id: Tensor
     random: Sequence[int]
+    first: int = 0
 
 
 class ReplayedPrefix(NamedTuple):

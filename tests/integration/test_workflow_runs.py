@@ -72,6 +72,38 @@ def test_a_run_is_evaluated_by_its_workflow_on_the_way_and_afterwards(tmp_path: 
         assert one == other | {"episode_return": pytest.approx(other["episode_return"], abs=1e-4)}
 
 
+@pytest.mark.slow
+def test_two_processes_play_the_episodes_of_one(tmp_path: Path) -> None:
+    """Every episode has its own random numbers, whichever process plays it, before and after an update."""
+    import torch
+
+    import embodrl as package
+
+    found: list[list[Any]] = []
+    for number, place in enumerate((("env.num_processes=2",), ("env.num_processes=2", TWO))):
+        order = ["env=toy", "model=mlp", "runner=debug", f"runner.output_dir={tmp_path / str(number)}", *place]
+        order += ["rollout.workflow=embodrl.workers.workflows.workflow:ChunkWorkflow", "env.train.auto_reset=false"]
+        order += ["env.train.total_num_envs=8", "env.train.max_steps_per_rollout_epoch=4", "model.num_action_chunks=1"]
+        with package.Session([*order]) as session:
+            batches, rows = [], []
+            for _ in range(2):
+                batches.append(session.rollout())
+                session.train(batches[-1], session.advantages(batches[-1]))
+                rows.append(session.sync())
+        assert [row["workflow/failed_episodes"] for row in rows] == [0, 0]
+        assert rows[-1]["env_steps"] == sum(int(batch.valid.sum()) for batch in batches)
+        found.append(batches)
+    for one, other in zip(*found, strict=True):
+        for name in ("valid", "terminated", "truncated", "task_id", "group_id", "policy_version"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        for name in ("rewards", "logprobs", "values", "bootstrap_values"):
+            # The sizes of the batches, which rounding depends on, vary with a workflow.
+            assert torch.allclose(getattr(one, name), getattr(other, name), atol=1e-3), name
+    assert int(found[0][0].policy_version.max()) == 0 and int(found[0][1].policy_version.max()) == 1
+    names = sorted(path.name for path in (tmp_path / "1" / "logs").glob("rollout_*.log"))
+    assert names == ["rollout_0.log", "rollout_1.log"]
+
+
 class Fixed:
     """A policy that draws its actions from what it sees, so that the order of calls does not matter."""
 

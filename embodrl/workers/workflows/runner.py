@@ -144,7 +144,7 @@ class WorkflowRunner:
             environments = stack.enter_context(closing(AsyncPool(self.pool)))
             engine = BatchedEngine(self.engine, self.needs_values, self.num_envs, shard.random)
             stack.enter_context(closing(engine))
-            views = [engine.for_episode(row) for row in range(self.num_envs)]
+            views = [engine.for_episode(shard.first + row) for row in range(self.num_envs)]
             results = self.play(views, environments.environments(), episodes, should_stop)
         tally.seconds.merge(Seconds(environments.busy_s(), engine.busy_s))
         means = {"workflow/env_batch": environments.mean_batch(), "workflow/policy_batch": engine.mean_batch()}
@@ -288,7 +288,8 @@ class WorkflowCollector(SyncCollector):
         """Return the episodes of all environments as one batch; raises as ``gather``."""
         seeds, task_ids = self.schedule.draw(iteration, epoch)
         numbers = (self.config.runner.seed, iteration, epoch)
-        shard = Shard(iteration, seeds, task_ids, self.schedule.group_ids(epoch), numbers)
+        first = self.schedule.rows.start
+        shard = Shard(iteration, seeds, task_ids, self.schedule.group_ids(epoch), numbers, first)
         batch = self.episode_runner.roll_out(shard, self.should_stop)
         self._metas.append(meta_of(batch))
         batch.meta = {}

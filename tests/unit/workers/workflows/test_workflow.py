@@ -22,7 +22,7 @@ from embodrl.errors import EmbodrlError, EnvError, WorkflowError
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.async_collector import AsyncCollector, make_runners
-from embodrl.workers.collector import EpisodeSchedule, SyncCollector
+from embodrl.workers.collector import WHOLE, EpisodeSchedule, Share, SyncCollector, share_config
 from embodrl.workers.env import make_pool
 from embodrl.workers.recorders import Judging
 from embodrl.workers.workflows.async_pool import AsyncPool
@@ -145,6 +145,28 @@ def test_groups_begin_in_the_same_state_and_epochs_differ(pool: EnvPool) -> None
     assert len(seeds) == 2 * NUM_ENVS and seeds[0::2] == seeds[1::2] and len(set(seeds)) == NUM_ENVS
     assert batch.batch_size[1] == 2 * NUM_ENVS and batch.group_id is not None
     assert batch.group_id[0].tolist() == [group for group in range(NUM_ENVS) for _ in range(2)]
+
+
+def test_processes_draw_the_random_numbers_of_one(pool: EnvPool) -> None:
+    """Episodes of one group that different processes play would otherwise be equal."""
+
+    class Seeded(Compass):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drawn: set[tuple[int, ...]] = set()
+
+        def row_generators(self, seeds: Any) -> None:
+            self.drawn |= {tuple(seed) for seed in seeds}
+
+    def drawn(pool: EnvPool, share: Share = WHOLE) -> set[tuple[int, ...]]:
+        engine = Seeded()
+        rollout(pool, ChunkWorkflow(), share_config(CONFIG, share), engine=engine, share=share).gather(2)
+        return engine.drawn
+
+    shares = [Share(rank, 2) for rank in range(2)]
+    with make_pool(share_config(CONFIG, shares[0]), NUM_ENVS // 2) as half:
+        parts = [drawn(half, share) for share in shares]
+    assert not parts[0] & parts[1] and parts[0] | parts[1] == drawn(pool)
 
 
 def test_failed_and_rejected_episodes_are_counted_and_not_trained_on(pool: EnvPool) -> None:
@@ -363,6 +385,78 @@ def test_the_engine_joins_requests_and_answers_each_with_its_own() -> None:
     asyncio.run(play())
     assert engine.batches == [4, 4, 2] and len(engine.threads) == 1
     assert threading.current_thread().name not in engine.threads
+
+
+def test_an_episode_asks_several_things_at_once(pool: EnvPool) -> None:
+    """Two samples and a value of one observation; all go to the policy together, and each gets its own answer."""
+
+    class Several(RolloutWorkflow):
+        async def run_episode(self, engine: Any, env: Any, task: EpisodeTask) -> Trajectory:
+            trajectory = Trajectory(task)
+            observation = await env.initialize(task.name, task.seed)
+            while not trajectory.done and len(trajectory.chunks) < task.max_chunks:
+                output, second, values = await asyncio.gather(
+                    engine.act(observation), engine.act(observation), engine.values(observation)
+                )
+                assert output.actions.tobytes() == second.actions.tobytes() and torch.equal(values, output.values)
+                result = await env.execute("act", {"actions": output.actions[0]})
+                trajectory.add(output, result)
+                observation = result.observation
+            await trajectory.finish(engine, observation)
+            return trajectory
+
+    wanted, _ = rollout(pool, ChunkWorkflow()).gather(4)
+    found, metrics = rollout(pool, Several()).gather(4)
+    assert metrics["workflow/failed_episodes"] == 0
+    for name in ("rewards", "logprobs", "valid", "values", "group_id"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+    async def play() -> list[PolicyOutput]:
+        shared = BatchedEngine(policy, compute_values=False, max_batch=4)
+        episode = shared.for_episode(1)
+        images = np.zeros((1, 1, 2, 2, 3), np.uint8)
+        rows = (Observation(images, np.full((1, 2), n, np.float32), [""], np.zeros(1, np.int32)) for n in (5, 6))
+        outputs = await asyncio.gather(*map(episode.act, rows))
+        shared.close()
+        return outputs
+
+    policy = Compass()
+    assert [float(output.logprobs[0, 0, 0]) for output in asyncio.run(play())] == [5, 6] and policy.batches == [2]
+
+
+def test_an_episode_asks_the_policy_while_it_moves(pool: EnvPool) -> None:
+    """The policy answers only once the simulator has: a workflow that waited for one of them would never end."""
+    moved = threading.Event()
+
+    class Waiting(Compass):
+        def act(self, *args: Any, **kwargs: Any) -> PolicyOutput:
+            assert moved.wait(60.0)
+            moved.clear()
+            return super().act(*args, **kwargs)
+
+    async def play() -> None:
+        environments, shared = AsyncPool(pool), BatchedEngine(Waiting(), compute_values=False, max_batch=1)
+        env, engine = environments.environments()[0], shared.for_episode(0)
+
+        async def move(actions: Any) -> ToolResult:
+            result = await env.execute("act", {"actions": actions})
+            moved.set()
+            return result
+
+        trajectory = Trajectory(TASK)
+        observation = await env.initialize("reach-red", 5)
+        moved.set()
+        output = await engine.act(observation)
+        for _ in range(3):  # the policy plans from what was seen before the move
+            following, result = await asyncio.gather(engine.act(observation), move(output.actions[0]))
+            trajectory.add(output, result)
+            assert torch.equal(following.forward_inputs["seen"], torch.from_numpy(observation.state))
+            output, observation = following, result.observation
+        assert trajectory.num_actions == 3 * CHUNK and not trajectory.lost
+        shared.close()
+        environments.close()
+
+    asyncio.run(play())
 
 
 def test_an_error_of_the_policy_reaches_all_who_asked() -> None:
