@@ -171,6 +171,11 @@ def _is_part(name: str, module: str) -> bool:
     return module == name or module.startswith(f"{name}.")
 
 
+def label_of(function: Callable[..., object]) -> str:
+    """Return ``module:function``, by which ``import_object`` finds a function that its module defines by name."""
+    return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
 def parameters_of(function: Callable[..., object]) -> tuple[set[str], set[str], bool]:
     """Return the keyword parameters of a function, those without default, and whether it accepts any others."""
     parameters = inspect.signature(function).parameters.values()

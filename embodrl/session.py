@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from embodrl.api import ConfigLike, configured, torch_settings
 from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.learners.rollout import RolloutLearner
+from embodrl.names import import_object, label_of
 from embodrl.pipelines.walk import Walk
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.metrics_file import Row
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from embodrl.algorithms.advantages import Advantages
+    from embodrl.algorithms.losses import LossOutput
     from embodrl.config.load import LoadedConfig
     from embodrl.config.schema import Config
     from embodrl.data.trajectory import TrajectoryBatch
@@ -152,25 +157,30 @@ class Session:
         walk, node = self._next("advantages", "advantage")
         return _run(walk, node, batch)  # pyright: ignore[reportReturnType]  (the pipeline's node returns them)
 
-    def train(self, batch: TrajectoryBatch, advantages: Advantages) -> dict[str, float | None]:
+    def train(
+        self, batch: TrajectoryBatch, advantages: Advantages, loss: Callable[..., LossOutput] | None = None
+    ) -> dict[str, float | None]:
         """Update the weights with ``algorithm.loss_type``, ``algorithm.update_epoch`` times over the batch.
 
         Args:
             batch: of ``rollout``.
             advantages: of ``advantages``, or of one's own.
+            loss: in its place, a function that ``embodrl.register_loss`` would take. Training processes import it.
 
         Returns:
             metrics, by the names of metrics.jsonl.
 
         Raises:
-            EmbodrlError: there was no rollout since the last update (``session-order``).
+            EmbodrlError: there was no rollout since the last update (``session-order``), or the run can't use the loss
+                (``session-loss``, ``function-parameter-unknown``).
         """
+        given = {} if loss is None else {"loss": self._usable(loss)}
         walk, node = self._next("train", "advantage", "train")
         if node.role == "advantage":
             walk.skip(node)
             walk, node = self._next("train", "train")
         known = walk.metrics().keys()
-        _run(walk, node, batch, advantages)
+        _run(walk, node, batch, advantages, **given)
         return {name: value for name, value in walk.metrics().items() if name not in known}
 
     def sync(self) -> Row:
@@ -218,6 +228,29 @@ class Session:
             )
         return self._started
 
+    def _usable(self, loss: Callable[..., LossOutput]) -> Callable[..., LossOutput] | str:
+        """Return the loss as the engine takes it: a function, or its name where other processes train."""
+        label, config = label_of(loss), self.config
+        spec, configured = LOSSES.of(label, loss), LOSSES.entry(config.algorithm.loss_type)
+        remote = isinstance(self._learner.engine, RemoteTrainEngine)
+        problem = hint = ""
+        if spec.needs_values and not configured.needs_values:
+            problem, hint = "reads values, and there is no critic", "choose an algorithm with one, such as ppo"
+        elif configured.needs_values and not spec.needs_values and config.actor.optim.critic_warmup_iterations:
+            problem = "does not train the critic, which the first updates train alone"
+            hint = "set actor.optim.critic_warmup_iterations=0"
+        elif (config.algorithm.decoupled.enabled or config.recomputes_logprobs) and _DECOUPLED.difference(
+            spec.parameters or _DECOUPLED
+        ):
+            problem = "does not name both prox_logprobs and behavior_weights"
+            hint = "name both, or set algorithm.decoupled.enabled=false and algorithm.recompute_logprobs=false"
+        elif remote and not _is_importable(label, loss):
+            problem = "can't be imported by the training processes"
+            hint = "define it by name in a module, not in the script or in a function"
+        if problem:
+            raise EmbodrlError(f"the loss {label} {problem}", hint, code="session-loss")
+        return label if remote else loss
+
     def _next(self, step: str, *roles: str) -> tuple[Walk, GraphNode]:
         """Return the walk over the iteration in progress, and its next node, which has one of the roles."""
         _ = self._learner  # raises outside of the block
@@ -228,11 +261,25 @@ class Session:
         return self._walk, node
 
 
-def _run(walk: Walk, node: GraphNode, *inputs: object) -> object:
+def _run(walk: Walk, node: GraphNode, *inputs: object, **options: object) -> object:
     """Run a node; its output is the script's alone. After an error it may be repeated."""
-    value, metrics = walk.begin(node, inputs).call()
+    begun = walk.begin(node, inputs)
+    if options:
+        begun = replace(begun, node=replace(node, fn=partial(node.fn, **options)))
+    value, metrics = begun.call()
     walk.end(node, None, metrics)
     return value
+
+
+_DECOUPLED = frozenset(("prox_logprobs", "behavior_weights"))
+
+
+def _is_importable(label: str, function: object) -> bool:
+    """Return whether a fresh process finds the function under its name."""
+    try:
+        return not label.startswith("__main__:") and import_object(label) is function
+    except EmbodrlError:
+        return False
 
 
 _STEPS = {"advantage": "advantages or train", "train": "train", "sync": "sync"}

@@ -551,7 +551,7 @@ class FunctionRegistry(Registry[FunctionSpec]):
         """
         if name in self.names() or ":" not in name:
             return super().entry(name)
-        return self._of(name, import_function(name), "", None)
+        return self.of(name, import_function(name))
 
     def register_function(
         self,
@@ -571,11 +571,16 @@ class FunctionRegistry(Registry[FunctionSpec]):
         Raises:
             EmbodrlError: the name is taken, or a parameter without default is unknown.
         """
-        self.register(self._of(name, function, description, settings))
+        self.register(self.of(name, function, description, settings))
 
-    def _of(
-        self, name: str, function: Callable[..., object], description: str, settings: type[Section] | None
+    def of(
+        self,
+        name: str,
+        function: Callable[..., object],
+        description: str = "",
+        settings: type[Section] | None = None,
     ) -> FunctionSpec:
+        """Return the spec that follows from a function's signature; arguments and errors as ``register_function``."""
         known: FunctionArguments = import_object(self.arguments)
         names, needed, takes_rest = parameters_of(function)
         arguments = (*known.names, *(() if settings is None else settings.model_fields))

@@ -16,7 +16,7 @@ from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import parameters_of
-from embodrl.specs import LOSSES
+from embodrl.specs import LOSSES, FunctionSpec
 from embodrl.types import EvalOutput, SamplingParams
 
 
@@ -39,7 +39,7 @@ def checked_loss(output: object, name: str) -> LossOutput:
     if isinstance(output, LossOutput) and output.loss.ndim == 0 and "approx_kl" in output.metrics:
         return output
     raise EmbodrlError(
-        f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
+        f"loss '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
         "return embodrl.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
         code="loss-result",
     )
@@ -131,20 +131,21 @@ def counts_of(minibatch: TrajectoryBatch, algorithm: AlgorithmConfig, device: to
 
 
 def make_loss(
-    evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, needs_values: bool
+    evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, spec: FunctionSpec
 ) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
     """Return the loss of a micro-batch, given the counts of its minibatch.
 
-    ``evaluate`` is like ``VLAPolicy.evaluate_actions``; ``needs_values``: the loss has a critic.
+    ``evaluate`` is like ``VLAPolicy.evaluate_actions``; ``spec`` is of the loss.
 
     Raises:
         EmbodrlError: when called: the loss needs values that the policy lacks, or returns no ``LossOutput``.
     """
     sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
-    loss_fn = LOSSES.get(algorithm.loss_type)
+    loss_fn = LOSSES.get(spec.name) if isinstance(spec.target, str) else spec.target
+    needs_values = spec.needs_values
     settings = loss_settings(algorithm, needs_values)
     names, _, takes_rest = parameters_of(loss_fn)
-    reads_errors = "errors" in (LOSSES.entry(algorithm.loss_type).parameters or ())
+    reads_errors = "errors" in (spec.parameters or ())
 
     def compute(counts: LossCounts, micro: TrajectoryBatch) -> LossOutput:
         output = evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
@@ -152,7 +153,7 @@ def make_loss(
         if needs_values:
             if output.values is None:
                 raise EmbodrlError(
-                    f"loss {algorithm.loss_type} needs values, which the policy does not provide",
+                    f"loss {spec.name} needs values, which the policy does not provide",
                     "set model.add_value_head to true",
                     code="value-head-missing",
                 )
@@ -177,7 +178,7 @@ def make_loss(
             arguments |= {"errors": output.errors.float(), "old_errors": micro.forward_inputs["flow_error"]}
         arguments |= critic | settings
         wanted = {name: value for name, value in arguments.items() if takes_rest or name in names}
-        loss = checked_loss(loss_fn(**wanted), algorithm.loss_type)
+        loss = checked_loss(loss_fn(**wanted), spec.name)
         # Computed with this step's weights; only the first minibatch, before any step, is reported.
         mismatch = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | mismatch | (proximal.metrics if proximal else {}))

@@ -38,6 +38,7 @@ from embodrl.learners.objective import (
 )
 from embodrl.learners.update import Update
 from embodrl.models.base import VLAPolicy
+from embodrl.names import import_function, label_of
 from embodrl.processes.liveness import report_work
 from embodrl.processes.trace import span
 from embodrl.specs import LOSSES
@@ -61,7 +62,8 @@ class OnPolicyUpdate(Update):
     ) -> None:
         super().__init__(engine, config, on_step)
         self.algorithm = config.algorithm
-        self._needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
+        self._loss = LOSSES.entry(config.algorithm.loss_type)
+        self._needs_values = self._loss.needs_values
 
     def update(
         self,
@@ -69,6 +71,7 @@ class OnPolicyUpdate(Update):
         advantages: Advantages,
         generator: torch.Generator,
         demos: Iterator[Batch] | list[Batch] | None = None,
+        loss: Callable[..., object] | str | None = None,
     ) -> dict[str, float]:
         """Train on a rollout and increment the engine's version.
 
@@ -78,6 +81,7 @@ class OnPolicyUpdate(Update):
             generator: shuffles the chunks, on the CPU.
             demos: inputs of ``sft_loss``, one batch per step: every step that trains the policy also imitates one, with
                 the weight ``algorithm.bc_coef``.
+            loss: in place of ``algorithm.loss_type``: a function, or its ``module:function``.
 
         Returns:
             metrics named ``train/...``, and ``staleness/...`` if chunks may come from older policies.
@@ -88,14 +92,16 @@ class OnPolicyUpdate(Update):
         """
         algorithm = self.algorithm
         self.engine.onload()
-        needs_values = self._needs_values
+        function = import_function(loss) if isinstance(loss, str) else loss
+        spec = self._loss if function is None else LOSSES.of(label_of(function), function)
+        needs_values = spec.needs_values
         critic_warmup = self.critic_warmup()
         rates = learning_rates(
             self.engine.config.optim, self.engine.version, self.engine.options.total_iterations, critic_warmup
         )
         self.engine.set_learning_rates(rates, train_policy=self.engine.version >= critic_warmup)
         imitated = iter(demos) if demos is not None and self.engine.version >= critic_warmup else None
-        loss_fn = make_loss(self.engine.evaluate, algorithm, needs_values)
+        loss_fn = make_loss(self.engine.evaluate, algorithm, spec)
         staleness = staleness_of(batch.policy_version, batch.valid, self.engine.version)
         # For the loss weights, in updates that changed the policy; the metrics count all updates.
         aged = self.policy_staleness(batch)
@@ -114,10 +120,10 @@ class OnPolicyUpdate(Update):
         for _, minibatch in zip(self.steps(epochs * -(-len(chunks) // size)), minibatches, strict=True):
             counts = counts_of(minibatch, algorithm, self.engine.device)
             with span("forward and backward"):
-                loss, metrics = self.engine.forward_backward(minibatch, partial(loss_fn, counts))
+                total, metrics = self.engine.forward_backward(minibatch, partial(loss_fn, counts))
             if imitated is not None:
                 bc_loss, scalars = imitation_gradients(self.engine, next(imitated), weight=algorithm.bc_coef)
-                loss = loss + bc_loss
+                total = total + bc_loss
                 metrics = metrics | {f"bc_{name}": value for name, value in scalars.items()}
             terms = {name: metrics.pop(name) for name in MISMATCH_TERMS}
             mismatch = mismatch_metrics(terms) if mismatch is None else mismatch  # before the first step
@@ -129,7 +135,7 @@ class OnPolicyUpdate(Update):
                 stopped = True
                 break
             with span("optimizer step"):
-                step = self.engine.optimizer_step(loss)
+                step = self.engine.optimizer_step(total)
             if not step.applied:
                 num_nonfinite += 1
                 continue
@@ -139,7 +145,7 @@ class OnPolicyUpdate(Update):
                 known = totals.get(name, -math.inf)
                 totals[name] = max(known, float(value)) if is_largest(name) else totals[name] + float(value)
         self.engine.complete_update()
-        result = {f"train/{name}": total if is_largest(name) else total / num_updates for name, total in totals.items()}
+        result = {f"train/{name}": value if is_largest(name) else value / num_updates for name, value in totals.items()}
         if self.engine.options.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
             result |= staleness_metrics(staleness, batch.valid)
         if needs_values:

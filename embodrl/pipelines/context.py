@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +32,7 @@ class LearnsFromRollouts(Protocol):
         advantages: Advantages,
         generator: torch.Generator,
         demos: Iterator[Batch] | list[Batch] | None = None,
+        loss: Callable[..., object] | str | None = None,
     ) -> dict[str, float]: ...
     def proximal(self, batch: TrajectoryBatch, every_chunk: bool = False) -> tuple[Tensor, Tensor | None]: ...
     def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor: ...

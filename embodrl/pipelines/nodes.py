@@ -11,6 +11,8 @@ from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.outcomes import Metrics
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from embodrl.algorithms.advantages import Advantages
     from embodrl.data.trajectory import TrajectoryBatch
 
@@ -56,10 +58,16 @@ def advantage(context: PipelineContext, batch: TrajectoryBatch) -> Advantages:
     return compute_advantages(batch, context.config.algorithm)
 
 
-def train(context: PipelineContext, batch: TrajectoryBatch, advantages: Advantages) -> Metrics:
-    """Update the weights."""
+def train(
+    context: PipelineContext,
+    batch: TrajectoryBatch,
+    advantages: Advantages,
+    *,
+    loss: Callable[..., object] | str | None = None,
+) -> Metrics:
+    """Update the weights; with ``loss``, a function or its ``module:function``, in place of ``algorithm.loss_type``."""
     demos = None if context.imitated is None else context.imitated.draws(batch, advantages)
-    return {**context.updates.update(batch, advantages, context.shuffle, demos)}
+    return {**context.updates.update(batch, advantages, context.shuffle, demos, loss)}
 
 
 def store(context: PipelineContext, batch: TrajectoryBatch) -> Metrics:

@@ -198,6 +198,57 @@ def test_the_steps_of_a_session_have_an_order(tmp_path: Path, monkeypatch: pytes
         pass
 
 
+@pytest.mark.parametrize("places", [(), pytest.param(APART, marks=pytest.mark.long)])
+def test_a_session_updates_with_a_loss_of_its_own(tmp_path: Path, places: tuple[str, ...]) -> None:
+    """The configured loss, given as a function, takes the same steps; half of it, and one that is local, others."""
+    from embodrl.algorithms.losses import actor_critic_loss, actor_loss
+
+    def halved(*, values: Any, **others: Any) -> embodrl.LossOutput:
+        output = actor_critic_loss(values=values, **others)
+        return embodrl.LossOutput(0.5 * output.loss, output.metrics | {"half": torch.ones(()) / 2})
+
+    losses = [None, actor_critic_loss, actor_loss] if places else [None, actor_critic_loss, halved]
+    found: list[dict[str, torch.Tensor]] = []
+    for number, loss in enumerate(losses):
+        settings = [f"runner.output_dir={tmp_path / str(number)}", "actor.optim.clip_grad=1e9", *places]
+        # Plain gradient descent, whose steps are as long as the gradients.
+        settings += ["actor.optim.fn=torch.optim:SGD"]
+        with embodrl.Session(tiny(), settings) as session:
+            batch = session.rollout()
+            advantages = session.advantages(batch)
+            if places:
+                with raises_code("session-loss", EmbodrlError, "halved"):
+                    session.train(batch, advantages, loss=halved)
+            learned = session.train(batch, advantages, loss)
+            assert ("train/half" in learned) == (loss is halved)
+            assert ("train/value_loss" in learned) == (loss is not actor_loss)
+            found.append({name: value.clone() for name, value in session.policy.state_dict().items()})
+            assert session.sync()["iteration"] == 1
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert any(not torch.equal(value, found[2][name]) for name, value in found[0].items())
+
+
+def test_a_loss_that_the_run_can_not_use_is_refused(tmp_path: Path) -> None:
+    def critic(*, values: Any, valid: Any) -> None: ...
+    def actor(*, logprobs: Any) -> None: ...
+    def wrong(*, logprob: Any) -> None: ...
+
+    reinforce = ["algorithm.adv_type=reinforce_pp", "algorithm.loss_type=actor", "model.add_value_head=false"]
+    decoupled = ["algorithm.decoupled.enabled=true"]
+    warm = ["actor.optim.critic_warmup_iterations=1", "runner.max_iterations=2"]
+    for number, (loss, code, settings) in enumerate(
+        (
+            (critic, "session-loss", reinforce),
+            (actor, "session-loss", decoupled),
+            (actor, "session-loss", warm),
+            (wrong, "function-parameter-unknown", []),
+        )
+    ):
+        session = embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / str(number)}", *settings])
+        with session, raises_code(code, EmbodrlError, loss.__name__):
+            session.train(Any, Any, loss)  # pyright: ignore[reportArgumentType]
+
+
 def made(batch: embodrl.TrajectoryBatch) -> embodrl.Advantages:
     rewards = batch.rewards.sum(-1, keepdim=True)
     return embodrl.Advantages(rewards, rewards, batch.valid.any(-1, keepdim=True))
