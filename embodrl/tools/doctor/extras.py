@@ -40,6 +40,8 @@ EXTRAS = (
     Extra("store", ("fsspec", "pyarrow", "imageio_ffmpeg", "PIL.Image"), "fsspec", "`embodrl store`"),
     Extra("spacemouse", ("pyspacemouse",), "pyspacemouse", "store.intervention=spacemouse"),
     Extra("wandb", ("wandb",), "wandb", "W&B"),
+    Extra("mlflow", ("mlflow",), "mlflow", "MLflow"),
+    Extra("swanlab", ("swanlab",), "swanlab", "SwanLab"),
 )
 
 
