@@ -30,6 +30,7 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
         ("algorithm", "a2c"): ("ppo", "write algorithm=ppo, or algorithm=reinforce_pp without a critic"),
         ("algorithm.loss_type", "a2c"): ("actor_critic", _PPO_LOSS),
         ("algorithm.adv_type", "a2c"): ("gae", _GAE),
+        ("algorithm", "pf_ppo"): ("ppo", "write algorithm=ppo algorithm.pf_ppo.method=pow"),
         ("algorithm", "reinforce++"): ("reinforce_pp", "write algorithm=reinforce_pp"),
         ("algorithm.adv_type", "ppo"): ("gae", _GAE),
         ("algorithm.adv_type", "embodied_gae"): ("gae", _GAE),
