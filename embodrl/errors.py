@@ -229,7 +229,7 @@ class EnvQuarantined(EnvError):
     """A simulator returned invalid values in too many consecutive episodes; new episodes do not help."""
 
 
-class TaskRunnerError(EmbodrlError):
+class TaskRunnerError(EmbodrlError, RuntimeError):
     """A task runner is closed, its loop has failed, or an unsupported operation was requested."""
 
 
@@ -237,7 +237,7 @@ class TaskQueueFull(TaskRunnerError):
     """The queue had no free slot in time; nothing was queued."""
 
 
-class TaskIdTaken(TaskRunnerError):
+class TaskIdTaken(TaskRunnerError, ValueError):
     """A task with this id is queued, running, or has an undelivered result."""
 
 

@@ -16,25 +16,8 @@ from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
 from embodrl.workers.workflows import task_runner
 
 T = TypeVar("T")
+TaskQueueFullError = TaskQueueFull
 _Call = tuple[Callable[..., Awaitable[T]], Sequence[Any], Mapping[str, Any]]
-
-
-class TaskQueueFullError(TaskQueueFull, RuntimeError):
-    """As many tasks as fit are queued or running; nothing was queued."""
-
-    code = TaskQueueFull.code
-
-
-class DuplicateTaskError(TaskIdTaken, ValueError):
-    """A task with this id is queued or running."""
-
-    code = TaskIdTaken.code
-
-
-class NotRunningError(TaskRunnerError, RuntimeError):
-    """The runner has not been initialized, or was destroyed."""
-
-    code = TaskRunnerError.code
 
 
 @dataclass
@@ -108,16 +91,16 @@ class AsyncTaskRunner(Generic[T]):
         """Queue ``async_fn(*args, **kwargs)``; return its id, the next number by default.
 
         Raises:
-            TaskQueueFullError: a RuntimeError; ``max_queue_size`` tasks have not ended.
-            DuplicateTaskError: a ValueError; a task with the id has not ended.
-            NotRunningError: a RuntimeError.
+            TaskQueueFullError: ``max_queue_size`` tasks have not ended.
+            TaskIdTaken: a task with the id has not ended.
+            TaskRunnerError: not initialized, or destroyed.
         """
         runner = self._running()
         with self._lock:
             if task_id is None:
                 task_id = next(number for number in self._numbers if number not in self._ids)
             elif task_id in self._ids:
-                raise DuplicateTaskError(f"Duplicate task_id: {task_id}", "wait for it, or choose another id")
+                raise TaskIdTaken(f"Duplicate task_id: {task_id}", "wait for it, or choose another id")
             if len(self._ids) >= self.max_queue_size:
                 raise TaskQueueFullError(
                     f"Input queue full: {len(self._ids)} tasks have not ended", "wait(), or raise max_queue_size"
@@ -144,7 +127,7 @@ class AsyncTaskRunner(Generic[T]):
 
         Raises:
             TimeoutError: fewer came within ``timeout`` seconds; the next ``wait`` returns them.
-            NotRunningError: a RuntimeError.
+            TaskRunnerError: not initialized, or destroyed.
         """
         runner = self._running()
         found: list[TimedResult[T]] = []
@@ -182,11 +165,11 @@ class AsyncTaskRunner(Generic[T]):
 
     def _check_thread_health(self) -> None:  # pyright: ignore[reportUnusedFunction]  (AReaL's own tests call it)
         if (error := self._running().health().fatal_error) is not None:
-            raise NotRunningError("the event loop of the tasks has failed", "make a new runner") from error
+            raise TaskRunnerError("the event loop of the tasks has failed", "make a new runner") from error
 
     def _running(self) -> task_runner.AsyncTaskRunner:
         if self._runner is None:
-            raise NotRunningError("the task runner has no thread", "call initialize() first, and destroy() last")
+            raise TaskRunnerError("the task runner has no thread", "call initialize() first, and destroy() last")
         return self._runner
 
     async def _timed(

@@ -10,10 +10,6 @@ from embodrl.config.rlinf import hint_of
 _OWN = "register an environment of your own (docs/tutorial.md), or choose one of `embodrl list envs`"
 _GAE = "write algorithm.adv_type=gae, PPO's estimator; algorithm=ppo chooses estimator and loss"
 _PPO_LOSS = "write algorithm.loss_type=actor_critic, PPO's loss with a critic; algorithm=ppo chooses estimator and loss"
-_TRACKERS = (
-    "write runner.logger.wandb_mode=online or runner.logger.tensorboard=true; metrics.jsonl has the same rows for"
-    " any other tracker"
-)
 OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
     {
         ("model", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
@@ -29,11 +25,12 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
         ("cluster", "collocated"): ("colocated", "write cluster=colocated"),
         ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
         ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
-        ("runner.logger", "swanlab"): ("", _TRACKERS),
-        ("runner.logger", "mlflow"): ("", _TRACKERS),
+        ("runner.logger", "swanlab"): ("", "write runner.logger.swanlab_mode=online"),
+        ("runner.logger", "mlflow"): ("", "write runner.logger.mlflow_mode=online"),
         ("algorithm", "a2c"): ("ppo", "write algorithm=ppo, or algorithm=reinforce_pp without a critic"),
         ("algorithm.loss_type", "a2c"): ("actor_critic", _PPO_LOSS),
         ("algorithm.adv_type", "a2c"): ("gae", _GAE),
+        ("algorithm", "pf_ppo"): ("ppo", "write algorithm=ppo algorithm.pf_ppo.method=pow"),
         ("algorithm", "reinforce++"): ("reinforce_pp", "write algorithm=reinforce_pp"),
         ("algorithm.adv_type", "ppo"): ("gae", _GAE),
         ("algorithm.adv_type", "embodied_gae"): ("gae", _GAE),
@@ -102,6 +99,8 @@ MEANT = {
     "temperature": "algorithm.sampling.temperature",
     "clip": "algorithm.clip_ratio_high",
     "wandb": "runner.logger.wandb_mode",
+    "mlflow": "runner.logger.mlflow_mode",
+    "swanlab": "runner.logger.swanlab_mode",
     "name": "runner.name",
     "steps": "runner.max_iterations",
 }

@@ -152,9 +152,9 @@ def _directory(value: object, recipe: Recipe) -> Settings:
 
 def _loggers(value: object, recipe: Recipe) -> Settings:
     wanted = {str(name) for name in cast("list[object]", value if isinstance(value, list) else [value])}
-    if others := wanted - {"tensorboard", "wandb"}:
-        raise UnsupportedValue(f"{', '.join(sorted(others))}: only TensorBoard and W&B are available")
-    online = {"runner.logger.wandb_mode": "online"} if "wandb" in wanted else {}
+    online = {f"runner.logger.{name}_mode": "online" for name in ("wandb", "mlflow", "swanlab") if name in wanted}
+    if others := wanted - {"tensorboard", "wandb", "mlflow", "swanlab"}:
+        raise UnsupportedValue(f"{', '.join(sorted(others))}: TensorBoard, W&B, MLflow and SwanLab are available")
     return {"runner.logger.tensorboard": "tensorboard" in wanted, **online}
 
 
@@ -508,7 +508,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("runner.logger.log_path", "runner.output_dir", "with the experiment's name", _directory),
     _key("runner.logger.project_name", "runner.logger.wandb_project"),
     _key("runner.logger.experiment_name", "runner.name"),
-    _key("runner.logger.logger_backends", "runner.logger.tensorboard", "wandb: wandb_mode=online", _loggers),
+    _key("runner.logger.logger_backends", "runner.logger.tensorboard", "wandb: wandb_mode=online, and so on", _loggers),
     _not_needed("runner.logger.**", "logs are in RUN/logs"),
     _not_needed("runner.per_worker_log*", "each process has its file in RUN/logs"),
     _key("runner.max_epochs", "runner.max_iterations", "the smaller of max_epochs and max_steps", _iterations),

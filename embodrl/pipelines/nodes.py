@@ -66,6 +66,11 @@ def train(
     loss: Callable[..., object] | str | None = None,
 ) -> Metrics:
     """Update the weights; with ``loss``, a function or its ``module:function``, in place of ``algorithm.loss_type``."""
+    algorithm, seed = context.config.algorithm, context.config.runner.seed
+    if algorithm.pf_ppo.method is not None:
+        from embodrl.algorithms.filtration import filtered
+
+        batch, advantages = filtered(batch, advantages, algorithm, (seed, context.iteration))
     demos = None if context.imitated is None else context.imitated.draws(batch, advantages)
     return {**context.updates.update(batch, advantages, context.shuffle, demos, loss)}
 

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -22,8 +21,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
-from embodrl.fields import open_descriptor, read_regular_file
+from embodrl.fields import open_descriptor
 from embodrl.reporting.metrics_file import METRICS_FILE, parse_row, restore_metrics
+from embodrl.reporting.trackers import MlflowTracker, SwanlabTracker, finish_within, read_id
 from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, output_error
 from embodrl.storage.json_file import write_text_file
 
@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 _EVENT_FILES = itertools.count()
 WANDB_FINISH_S = 60.0
-MAX_ID_BYTES = 1024
 MetricValue = float | int | str | None
 
 
@@ -110,10 +109,7 @@ class WandbTracker:
         self._directory = run_dir
         self._step = -1
         id_file = run_dir / "wandb_id.txt"
-        try:
-            run_id = read_regular_file(id_file, MAX_ID_BYTES).decode().strip()
-        except (OSError, UnicodeDecodeError):
-            run_id = os.urandom(4).hex()
+        run_id = read_id(id_file) or os.urandom(4).hex()
         write_text_file(id_file, f"{run_id}\n")
         self._run = wandb.init(
             project=config.wandb_project,
@@ -135,25 +131,9 @@ class WandbTracker:
         self._run.log(known, step=self._step)
 
     def close(self) -> None:
-        """Finish uploading; raises TimeoutError if that takes too long: without a network, it would never end."""
-        errors: list[Exception] = []
-
-        def finish() -> None:
-            try:
-                self._run.finish()
-            except Exception as error:  # noqa: BLE001  re-raised in the waiting thread
-                errors.append(error)
-
-        thread = threading.Thread(target=finish, name="wandb-finish", daemon=True)
-        thread.start()
-        thread.join(WANDB_FINISH_S)
-        if thread.is_alive():
-            raise TimeoutError(
-                f"the upload is not complete after {WANDB_FINISH_S:g} s; `wandb sync {self._directory}/wandb/*run-*`"
-                " uploads the rest"
-            )
-        if errors:
-            raise errors[0]
+        """Finish uploading; raises TimeoutError if that takes too long."""
+        hint = f"`wandb sync {self._directory}/wandb/*run-*` uploads the rest"
+        finish_within(WANDB_FINISH_S, self._run.finish, hint)
 
 
 class MetricsLogger:
@@ -162,7 +142,7 @@ class MetricsLogger:
     Adds ``time/elapsed_s``, the sum of ``time/total_s`` over all iterations, including those before a resume.
 
     Args:
-        run_dir: directory of metrics.jsonl, tensorboard/ and wandb/.
+        run_dir: directory of metrics.jsonl and of the trackers' files.
         resume_iteration: None for a new run; otherwise the file is restored to ``saved``, which ends with that
             iteration, so that it ends up like an uninterrupted run's.
         trackers: replaces the configured ones (tests).
@@ -227,6 +207,10 @@ class MetricsLogger:
             builders["TensorBoard"] = lambda: TensorBoardTracker(run_dir / "tensorboard", resume_iteration)
         if config.wandb_mode != "off":
             builders["Weights & Biases"] = lambda: WandbTracker(run_dir, config, run_config)
+        if config.mlflow_mode != "off":
+            builders["MLflow"] = lambda: MlflowTracker(run_dir, config, run_config)
+        if config.swanlab_mode != "off":
+            builders["SwanLab"] = lambda: SwanlabTracker(run_dir, config, run_config)
         trackers: dict[str, Tracker] = {}
         for name, build in builders.items():
             try:

@@ -26,6 +26,7 @@ from embodrl.reporting.intervals import interval_text
 from embodrl.reporting.metrics_file import MAX_BYTES as MAX_METRICS_BYTES
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.reporting.rows import last_other_rates
+from embodrl.reporting.trackers import MLFLOW_DATABASE
 from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, atomic_directory, output_error
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
@@ -282,10 +283,16 @@ def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]
 
 
 def offline_lines(config: Config, run_dir: Path) -> list[str]:
-    """Return the lines on an offline W&B run in a directory and its upload, if there is one."""
-    if config.runner.logger.wandb_mode != "offline":
-        return []
-    return [f"W&B, offline: `wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*` uploads it"]
+    """Return a line for each tracker whose run is in the directory: how to see or upload it."""
+    logger, found = config.runner.logger, list[str]()
+    if logger.wandb_mode == "offline":
+        found.append(f"W&B, offline: `wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*` uploads it")
+    if logger.mlflow_mode == "offline":
+        uri = f"sqlite:///{(run_dir / 'mlflow' / MLFLOW_DATABASE).absolute()}"
+        found.append(f"MLflow, offline: `mlflow ui --backend-store-uri {shlex.quote(uri)}` shows it")
+    if logger.swanlab_mode == "offline":
+        found.append(f"SwanLab, offline: `swanlab sync {shlex.quote(str(run_dir / 'swanlab'))}/run-*` uploads it")
+    return found
 
 
 def drop_missing_warm_start(config: Config) -> Config:

@@ -21,7 +21,9 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 # between two steps.
 _OWN_LINKS = ("checkpoints/best", "checkpoints/.best.partial")
 _LINKS_OF_OTHERS = ("wandb",)
-_DIRECTORIES = ("checkpoints", "logs", "policy", "policy_best", "tensorboard", "videos", "weights")
+_DIRECTORIES = (
+    *("checkpoints", "logs", "mlflow", "policy", "policy_best", "swanlab", "tensorboard", "videos", "weights"),
+)
 
 
 class RunLock:

@@ -610,6 +610,12 @@ RULES = [
         ("runner.logger.wandb_project=''", "runner.logger.wandb_mode=offline"),
     ),
     Wrong(
+        "nameless experiment",
+        "runner.logger.mlflow_experiment",
+        "trackers-are-available",
+        ("runner.logger.mlflow_experiment=''", "runner.logger.mlflow_mode=online"),
+    ),
+    Wrong(
         "fine-tuning that only warms up",
         "sft.lr_warmup_steps",
         "sft-warm-up-ends",

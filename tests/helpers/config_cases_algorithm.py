@@ -56,6 +56,20 @@ ALGORITHMS = [
         ("algorithm.normalization_scope=group", "env.train.ignore_terminations=true"),
     ),
     Wrong(
+        "groups whose rows are drawn",
+        "algorithm.pf_ppo.method",
+        "rows-are-drawn-for-ppo",
+        (
+            "algorithm.pf_ppo.method=pow",
+            "algorithm.adv_type=grpo",
+            *WITHOUT_CRITIC,
+            "algorithm.group_size=8",
+            "env.train.auto_reset=false",
+            "env.train.max_steps_per_rollout_epoch=50",
+        ),
+        names="grpo",
+    ),
+    Wrong(
         "filter of groups of one", "algorithm.group_size", "filter-keeps-something", ("algorithm.filter.enabled=true",)
     ),
     Wrong(

@@ -146,6 +146,21 @@ def groups_for_group_estimators(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.group_size", message, "set it to 8", "at least 2", others=("algorithm.adv_type",))
 
 
+@rule("algorithm.pf_ppo", "algorithm.adv_type", "algorithm.loss_type")
+def rows_are_drawn_for_ppo(context: Context) -> Iterator[Finding]:
+    """Rows drawn by their rewards are no groups any more, and records are drawn by other means."""
+    algorithm = context.config.algorithm
+    if algorithm.pf_ppo.method is None:
+        return
+    if context.loss.learns_from_records:
+        message = f"loss_type '{algorithm.loss_type}' does not train on a rollout"
+        yield Finding("algorithm.pf_ppo.method", message, "set it to null", "null", others=("algorithm.loss_type",))
+    elif context.estimator.needs_groups:
+        message = f"adv_type '{algorithm.adv_type}' balances the episodes of a group, which drawing would undo"
+        hint = "set algorithm.pf_ppo.method=null, or choose algorithm=ppo"
+        yield Finding("algorithm.pf_ppo.method", message, hint, "null", others=("algorithm.adv_type",))
+
+
 @rule("algorithm.normalize_advantages", "algorithm.normalization_scope", "algorithm.group_size")
 def groups_for_normalization(context: Context) -> Iterator[Finding]:
     """Normalisation within groups needs groups."""

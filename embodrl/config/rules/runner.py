@@ -68,6 +68,30 @@ def wandb_is_installed(context: Context) -> Iterator[Finding]:
         yield Finding("runner.logger.wandb_project", "the project has no name", "give one, e.g. embodrl", "text")
 
 
+@rule(
+    *("runner.logger.mlflow_mode", "runner.logger.mlflow_experiment"),
+    *("runner.logger.swanlab_mode", "runner.logger.swanlab_project"),
+)
+def trackers_are_available(context: Context) -> Iterator[Finding]:
+    """MLflow and SwanLab are optional dependencies, and a server of MLflow has an address."""
+    logger = context.config.runner.logger
+    for name, mode, group in (
+        ("mlflow", logger.mlflow_mode, ("mlflow_experiment", logger.mlflow_experiment)),
+        ("swanlab", logger.swanlab_mode, ("swanlab_project", logger.swanlab_project)),
+    ):
+        key = f"runner.logger.{name}_mode"
+        if mode == "off":
+            continue
+        if not group[1]:
+            yield Finding(f"runner.logger.{group[0]}", "it has no name", "give one, e.g. embodrl", "text")
+        elif importlib.util.find_spec(name) is None:
+            message = f"mode '{mode}' needs the package {name}, which is not installed"
+            yield Finding(key, message, f"pip install 'embodrl[{name}]', or set it to off", "off")
+        elif name == "mlflow" and mode == "online" and not os.environ.get("MLFLOW_TRACKING_URI"):
+            hint = "set the environment variable MLFLOW_TRACKING_URI, or write runner.logger.mlflow_mode=offline"
+            yield Finding(key, "no server is named", hint, "off, offline")
+
+
 @rule("sft")
 def sft_warm_up_ends(context: Context) -> Iterator[Finding]:
     """The warm-up is shorter than the fine-tuning."""

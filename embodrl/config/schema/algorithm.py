@@ -51,6 +51,20 @@ class KlConfig(Section):
     )
 
 
+class PfPpoConfig(Section):
+    """PF-PPO: rows of a rollout are drawn again by their rewards."""
+
+    method: Literal["pow", "max_min", "max_random"] | None = Field(
+        default=None,
+        description="weights of the rows (environments) of a rollout, by the sum of their rewards: pow: its absolute"
+        " value to the given power; max_min: the best and the worst alone; max_random: the best four times as much as"
+        " others; null: every row trains once",
+    )
+    power: Annotated[PositiveFloat, AppliesIf("algorithm.pf_ppo.method", ("pow",))] = Field(
+        default=2.0, description="exponent of pow"
+    )
+
+
 class FilterConfig(Section):
     """DAPO's dynamic sampling."""
 
@@ -342,6 +356,9 @@ class AlgorithmConfig(Section):
     )
     filter: Annotated[FilterConfig, AppliesIf("algorithm.filter.enabled")] = Field(
         default=FilterConfig(), description="dynamic sampling by success rate"
+    )
+    pf_ppo: Annotated[PfPpoConfig, AppliesIf("algorithm.pf_ppo.method")] = Field(
+        default=PfPpoConfig(), description="rows drawn again by their rewards"
     )
     srpo: Annotated[SrpoConfig, AppliesIf("algorithm.srpo.enabled")] = Field(
         default=SrpoConfig(), description="rewards of failures by their similarity to successes"

@@ -74,6 +74,18 @@ class LoggerConfig(Section):
     wandb_project: Annotated[str, AppliesIf("runner.logger.wandb_mode", ("online", "offline")), TRAINING] = Field(
         default="embodrl", description="W&B project"
     )
+    mlflow_mode: Annotated[Literal["off", "offline", "online"], TRAINING] = Field(
+        default="off", description="MLflow: DIR/mlflow, or the server of MLFLOW_TRACKING_URI; needs the extra `mlflow`"
+    )
+    mlflow_experiment: Annotated[str, AppliesIf("runner.logger.mlflow_mode", ("online", "offline")), TRAINING] = Field(
+        default="embodrl", description="MLflow's experiment"
+    )
+    swanlab_mode: Annotated[Literal["off", "offline", "online"], TRAINING] = Field(
+        default="off", description="SwanLab; needs the extra `swanlab`"
+    )
+    swanlab_project: Annotated[str, AppliesIf("runner.logger.swanlab_mode", ("online", "offline")), TRAINING] = Field(
+        default="embodrl", description="SwanLab's project"
+    )
     console: Literal["auto", "rich", "plain", "off"] = Field(
         default="auto", description="auto: rich on a terminal, plain lines elsewhere"
     )

@@ -41,6 +41,8 @@ EXTRAS = (
     Extra("redis", ("redis",), "redis", "store.url=redis://HOST:PORT/DB/PREFIX"),
     Extra("spacemouse", ("pyspacemouse",), "pyspacemouse", "store.intervention=spacemouse"),
     Extra("wandb", ("wandb",), "wandb", "W&B"),
+    Extra("mlflow", ("mlflow",), "mlflow", "MLflow"),
+    Extra("swanlab", ("swanlab",), "swanlab", "SwanLab"),
 )
 
 
