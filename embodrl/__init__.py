@@ -62,7 +62,8 @@ _EXPORTS = {
     "PipelineContext": "embodrl.pipelines.context",
     **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.workers.workflows.workflow"),
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
-    "EpisodeEngine": "embodrl.hybrid_engines.rollout.batched",
+    **dict.fromkeys(("EpisodeEngine", "Completion"), "embodrl.hybrid_engines.rollout.batched"),
+    "ToolCall": "embodrl.models.common.chat",
     # Registries.
     "register_model": "embodrl.models.registry:SupportedModel.register",
     "register_env": "embodrl.envs.registry:SupportedEnv.register",
@@ -114,10 +115,12 @@ if TYPE_CHECKING:
     from embodrl.errors import ConfigError as ConfigError
     from embodrl.errors import ConfigProblem as ConfigProblem
     from embodrl.errors import EmbodrlError as EmbodrlError
+    from embodrl.hybrid_engines.rollout.batched import Completion as Completion
     from embodrl.hybrid_engines.rollout.batched import EpisodeEngine as EpisodeEngine
     from embodrl.models.base import VLAPolicy as VLAPolicy
     from embodrl.models.common import checkpoint as checkpoint
     from embodrl.models.common import sampling as sampling
+    from embodrl.models.common.chat import ToolCall as ToolCall
     from embodrl.models.common.value_head import ValueHead as ValueHead
     from embodrl.models.load_report import LoadReport as LoadReport
     from embodrl.models.registry import SupportedModel

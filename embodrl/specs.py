@@ -230,7 +230,7 @@ class ModelSpec(Spec):
     Attributes:
         settings: class of section ``model``, derived from ``ModelConfig``, or ``module:Class``; None adds nothing.
         kind: ``tokens`` (action bins), ``sequence`` (tokens of a whole chunk), ``flow`` (flow matching), ``gaussian``
-            (no language) or "" (any other).
+            (no language), ``text`` (messages) or "" (any other).
         value_head: whether it has a value head, which actor-critic losses need.
         value_inputs: supported values of ``model.value_head.input``; None: not checked.
         trainable: supported values of ``model.trainable``; None: not checked.

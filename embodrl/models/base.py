@@ -6,7 +6,7 @@ Shapes: B batch, C actions in a chunk, A action dimensions, V cameras, H x W ima
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -54,6 +54,7 @@ class VLAPolicy(nn.Module, ABC):
         num_action_chunks: C.
         action_dim: A.
         draws_by_row: ``predict_action_batch`` also accepts a RowGenerators.
+        writes_text: its chunks are messages: it defines ``text_of``.
         decodings: supported ways to choose actions; the first is used for the main figures.
         condition: advantage condition appended to every instruction at inference (``model.condition``).
         seen_state_dim: S of the states seen so far in this process; None before the first.
@@ -62,6 +63,7 @@ class VLAPolicy(nn.Module, ABC):
     num_action_chunks: int
     action_dim: int
     draws_by_row: ClassVar[bool] = False
+    writes_text: ClassVar[bool] = False
     decodings: ClassVar[tuple[Decoding, ...]] = ("greedy", "sampled")
     condition: Condition | None = None
     seen_state_dim: int | None = None
@@ -180,6 +182,14 @@ class VLAPolicy(nn.Module, ABC):
         compute_values: bool = True,
     ) -> EvalOutput:
         """Return log-probs, entropy and values of the actions stored in ``forward_inputs``, with gradients."""
+
+    def text_of(self, forward_inputs: Mapping[str, Tensor]) -> list[str]:
+        """Return the B messages in the ``forward_inputs`` of an output; only families that write text have any."""
+        raise EmbodrlError(
+            f"{type(self).__name__} writes no text",
+            "choose a family that does, such as model=planner, or ask for actions: engine.act",
+            code="policy-writes-no-text",
+        )
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
         """Return the inputs of ``sft_loss``; ``actions float32[B,C,A]`` in environment units."""

@@ -24,6 +24,7 @@ FAMILIES = {
     "pi0": "embodrl.models.pi.spec:PI0",
     "pi05": "embodrl.models.pi.spec:PI05",
     "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
+    "planner": "embodrl.models.planner.spec:SPEC",
     "remote": "embodrl.models.remote_policy.spec:SPEC",
     "smolvla": "embodrl.models.smolvla.spec:SPEC",
 }
@@ -51,6 +52,7 @@ class SupportedModel(RegisteredName):
     SMOLVLA: ClassVar[SupportedModel]
     GAUSSIAN: ClassVar[SupportedModel]
     LEROBOT: ClassVar[SupportedModel]
+    PLANNER: ClassVar[SupportedModel]
     REMOTE: ClassVar[SupportedModel]
 
     @classmethod

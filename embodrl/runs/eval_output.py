@@ -179,7 +179,7 @@ class EvalDirectory:
 
     def _sampling(self) -> dict[str, object]:
         """Return the settings that affect sampled and mean tokens."""
-        if MODELS.entry(self.config.model.model_type).kind not in ("tokens", "sequence"):
+        if MODELS.entry(self.config.model.model_type).kind not in ("tokens", "sequence", "text"):
             return {}
         sampling = self.config.algorithm.sampling
         return {"sampling": f"temperature {sampling.temperature:g}, top_k {sampling.top_k}"}
@@ -198,7 +198,7 @@ class EvalDirectory:
             [
                 _line(f"success rate ({result.decoding})", content["interval"], result.episodes, result.success_rate),
                 *_at_end(result),
-                *_at_first(result),
+                *_at_first(result, self.config),
             ]
             if result.episodes
             else ["no episode was completed"]
@@ -290,9 +290,10 @@ def _at_end(result: EvalResult) -> list[str]:
     return [f"solved at the end {100 * result.success_at_end:.1f} %"] if differs else []
 
 
-def _at_first(result: EvalResult) -> list[str]:
-    """Return a line if episodes were solved before a policy could act."""
-    found = result.solved_at_first_step
+def _at_first(result: EvalResult, config: Config) -> list[str]:
+    """Return a line if episodes were solved before a policy could act; a message may solve one at once."""
+    writes = MODELS.entry(config.model.model_type).kind == "text"
+    found = 0 if writes else result.solved_at_first_step
     text = f"{found} of {result.episodes} episodes were solved at their first step: does the environment start solved?"
     return [text] if found else []
 

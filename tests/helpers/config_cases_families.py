@@ -8,6 +8,10 @@ NFT = (
     *("algorithm.loss_type=nft", "algorithm.adv_type=reinforce_pp", "model.add_value_head=false"),
     "actor.optim.critic_warmup_iterations=0",
 )
+PLANNER = (
+    *("model=planner", "rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'"),
+    *("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=10"),
+)
 FAMILIES = [
     Wrong("patches of pi", "model.pi.patch_size", "pi-dimensions-fit", ("model.pi.patch_size=12", "model=pi0")),
     Wrong(
@@ -506,5 +510,30 @@ FAMILIES += [
         "offline-has-what-it-needs",
         ("reward.fn=math:sqrt", "algorithm.off_policy.demos={tmp}", *IQL),
         more=("pipeline.name",),
+    ),
+    Wrong(
+        "heads of a planner",
+        "model.planner.num_attention_heads",
+        "planner-heads-divide-its-width",
+        ("model.planner.num_attention_heads=3", *PLANNER, "model.num_action_chunks=1"),
+    ),
+    Wrong(
+        "a planner without a workflow",
+        "rollout.workflow",
+        "text-needs-a-workflow",
+        ("rollout.workflow=null", "model=planner", "model.num_action_chunks=1"),
+    ),
+    Wrong(
+        "messages of several elements",
+        "model.num_action_chunks",
+        "a-message-is-a-chunk",
+        ("model.num_action_chunks=2", *PLANNER),
+    ),
+    Wrong(
+        "rewards of a message's actions",
+        "algorithm.reward_type",
+        "a-message-is-a-chunk",
+        ("algorithm.reward_type=action_level", *PLANNER, "model.num_action_chunks=1"),
+        more=("model.value_head.output",),
     ),
 ]

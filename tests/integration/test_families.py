@@ -17,7 +17,8 @@ from runs import HERE, embodrl, script
 from embodrl.specs import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
-FAMILIES = [name for name in MODELS if MODELS.entry(name).kind not in ("", "gaussian")]  # that read an instruction
+# Those that act on an instruction.
+FAMILIES = [name for name in MODELS if MODELS.entry(name).kind not in ("", "gaussian", "text")]
 
 
 @pytest.fixture(scope="module")

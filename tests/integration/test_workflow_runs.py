@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import embodrl, metrics
+from runs import HERE, embodrl, metrics
 from test_examples import run_example
 
 from embodrl.config import load_config
@@ -204,3 +204,21 @@ async def state_round_trip(pool: Any) -> None:
         if number:
             np.testing.assert_array_equal(result.reward, wanted[number - 1].reward)
     environments.close()
+
+
+def test_the_planner_of_the_example_trains(tmp_path: Path) -> None:
+    """GRPO, and PPO with values; evaluations play the same episodes."""
+    example = HERE.parents[1] / "examples" / "planner"
+    size = ("env.train.total_num_envs=16", "env.num_processes=2")
+    size += ("env.eval.num_episodes=8", "runner.max_iterations=2", "env.pin_cpus=false")
+    ppo = ("algorithm=ppo", "env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=2")
+    for number, more in enumerate(((), ppo)):
+        run_dir = tmp_path / str(number)
+        order = ("--config", example / "config.yaml", f"runner.output_dir={run_dir}", *size, *more)
+        done = embodrl("train", *order, search_path=example)
+        assert done.code == 0, done.stderr
+        rows = metrics(run_dir)
+        assert [row["iteration"] for row in rows] == [0, 1, 2] and rows[2]["train/num_updates"]
+        assert rows[2]["workflow/failed_episodes"] == 0 and rows[2]["train/entropy"]
+        assert ("train/value_loss" in rows[2]) == bool(more)
+        assert 1 <= rows[2]["eval/episode_length"] <= 2  # type: ignore[operator]

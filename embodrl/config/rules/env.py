@@ -403,6 +403,8 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
 def rollouts_reach_the_step_limit(context: Context) -> Iterator[Finding]:
     """Every rollout begins with new episodes, so in a rollout shorter than an episode only successes end."""
     env = context.config.env
+    if context.family is not None and context.family.kind == "text":  # whose chunks are messages
+        return
     if env.train.max_steps_per_rollout_epoch < env.max_episode_steps:
         yield Finding(
             "env.train.max_steps_per_rollout_epoch",

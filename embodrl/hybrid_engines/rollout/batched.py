@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embodrl.data.rng import RandomSource
+from embodrl.envs.environment import Tool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.models.common.chat import Conversation, Message, ToolCall, ToolChoice, parse_calls
 from embodrl.processes.batching import BatchPump, Request
 from embodrl.types import Decoding, Observation, PolicyOutput
 
@@ -101,6 +105,21 @@ class DecidingEngine(BatchedEngine):
         return [select_output(output, row) for row in range(len(batch))]
 
 
+@dataclass(frozen=True)
+class Completion:
+    """A message that the policy wrote.
+
+    Attributes:
+        text: its text.
+        tool_calls: the call that the text is, ``{"name": ..., "arguments": {...}}`` in JSON; empty for any other text.
+        output: tokens, log-probs and values, a batch of one, for ``Trajectory.add_message``.
+    """
+
+    text: str
+    tool_calls: tuple[ToolCall, ...]
+    output: PolicyOutput
+
+
 class EpisodeEngine:
     """The engine as seen by one episode."""
 
@@ -125,9 +144,48 @@ class EpisodeEngine:
         self._calls += 1
         return await self._shared.act(observation, (*self._seed, self._calls))
 
-    async def values(self, observation: Observation) -> Tensor:
-        """Return ``float32[1,K]``, the values of an observation of one row; needs a policy with a value head."""
+    async def generate(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
+        tool_choice: ToolChoice = "auto",
+    ) -> Completion:
+        """Write the next message of a conversation, in one batch with those of other episodes.
+
+        Args:
+            messages: in the form of OpenAI's chat API, ``{"role": ..., "content": text}``.
+            tools: what the policy may call, as ``Tool`` or in OpenAI's form.
+            tool_choice: ``required`` decodes one of the tools' calls, whose arguments must have lists of values.
+
+        Raises:
+            EmbodrlError: the policy writes no text, a message or tool has another form, or the conversation is too
+                long.
+        """
+        policy = self._shared.engine.policy
+        if not policy.writes_text:
+            policy.text_of({})  # raises
+        output = await self.act(_conversation(messages, tools, tool_choice))
+        text = policy.text_of(output.forward_inputs)[0]
+        return Completion(text, parse_calls(text), output)
+
+    async def values(self, observation: Observation | Sequence[Message]) -> Tensor:
+        """Return ``float32[1,K]``, the values of an observation of one row; needs a policy with a value head.
+
+        For a policy that writes text, those of a conversation, given as messages.
+        """
+        if not isinstance(observation, Observation):
+            observation = _conversation(observation, None, "auto")
         return await self._shared.values(observation)
+
+
+def _conversation(
+    messages: Sequence[Message], tools: Sequence[Tool | Mapping[str, Any]] | None, choice: ToolChoice
+) -> Observation:
+    """Return a conversation as an observation ``[1]`` without images: its instruction."""
+    functions = [vars(tool) if isinstance(tool, Tool) else tool for tool in tools or ()]
+    text = Conversation.of(messages, functions, choice).to_text()
+    nothing = np.zeros((1, 0), np.float32)
+    return Observation(np.zeros((1, 0, 1, 1, 3), np.uint8), nothing, [text], np.zeros(1, np.int32))
 
 
 def select_output(output: PolicyOutput, row: int) -> PolicyOutput:

@@ -16,7 +16,8 @@ from torch import Tensor
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.environment import Environment, ToolResult
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.rollout.batched import EpisodeEngine
+from embodrl.hybrid_engines.rollout.batched import Completion, EpisodeEngine
+from embodrl.models.common.chat import Message
 from embodrl.types import Observation, PolicyOutput
 
 
@@ -115,6 +116,36 @@ class Trajectory:
             )
         )
 
+    def add_message(
+        self,
+        completion: Completion,
+        reward: float = 0.0,
+        terminated: bool = False,
+        success: bool = False,
+        observation: Observation | None = None,
+    ) -> None:
+        """Append a message: one chunk of one element, with the reward of what its tool calls did.
+
+        ``terminated`` ends the episode there, so that no value follows; ``observation`` is for rewards that judge
+        frames.
+        """
+        output = completion.output
+        frame = None if observation is None else torch.from_numpy(observation.images[0, 0].copy())
+        self.chunks.append(
+            Chunk(
+                forward_inputs=output.forward_inputs,
+                logprobs=output.logprobs[0],
+                values=torch.zeros(1) if output.values is None else output.values[0],
+                rewards=torch.tensor([reward], dtype=torch.float32),
+                valid=torch.tensor([True]),
+                terminated=torch.tensor([terminated]),
+                truncated=torch.tensor([False]),
+                success=success,
+                policy_version=output.version,
+                frame=frame if self.task.keep_frames else None,
+            )
+        )
+
     def add_reward(self, reward: float) -> None:
         """Add a reward to the last executed action; does nothing without one."""
         for chunk in reversed(self.chunks):
@@ -122,8 +153,8 @@ class Trajectory:
                 chunk.rewards[int(chunk.valid.nonzero()[-1])] += reward
                 return
 
-    async def finish(self, engine: EpisodeEngine, observation: Observation) -> None:
-        """Compute ``end_value`` if it matters: call once, with the last observation."""
+    async def finish(self, engine: EpisodeEngine, observation: Observation | Sequence[Message]) -> None:
+        """Compute ``end_value`` if it matters: call once, with the last observation, or the conversation so far."""
         last = self.chunks[-1] if self.chunks else None
         if engine.has_values and last is not None and not last.terminated.any() and not self.lost:
             before = engine.version

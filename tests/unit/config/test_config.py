@@ -49,6 +49,10 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "libero_wrist": ["model=openvla_oft"],
         "megatron": [TWO_TRAINERS],
         "lerobot": lerobot,
+        "planner": [
+            *("env=toy", "rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'"),
+            *("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=10"),
+        ],
         "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
         "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
         "td3_bc": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],

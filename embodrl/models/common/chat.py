@@ -1,0 +1,171 @@
+"""Conversations with a policy that writes text, and the tool calls in what it writes.
+
+Messages and tools have the form of OpenAI's chat API: ``{"role": ..., "content": ...}``, and ``{"type": "function",
+"function": {"name": ..., "description": ..., "parameters": JSON schema}}``. A call is a whole message that is one JSON
+object, ``{"name": "reach", "arguments": {"colour": "red"}}``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from embodrl.errors import EmbodrlError
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_CALLS = 4096
+"""Largest number of different calls among which a required call is decoded."""
+_MARK = "embodrl-conversation:"
+
+Message = Mapping[str, Any]
+ToolChoice = Literal["auto", "required"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    name: str
+    arguments: dict[str, object]
+
+    def to_text(self) -> str:
+        """Return the call as a policy writes it."""
+        return _compact({"name": self.name, "arguments": self.arguments})
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a policy answers to.
+
+    Attributes:
+        messages: pairs of a role of ``ROLES`` and a text.
+        tools: the functions that it may call, without OpenAI's envelope.
+        call: the calls among which the answer must be; empty if it is free.
+    """
+
+    messages: tuple[tuple[str, str], ...]
+    tools: tuple[dict[str, object], ...] = ()
+    calls: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, choice: ToolChoice = "auto"
+    ) -> Conversation:
+        """Return the conversation of a request.
+
+        With ``required`` the answer is one of the tools' calls, so the arguments of each must have finitely many values
+        (``enum``, ``const``, a boolean, or an integer with minimum and maximum).
+
+        Raises:
+            EmbodrlError: a message or tool has another form, or a required call can't be enumerated.
+        """
+        functions = tuple(_function(tool) for tool in tools or ())
+        if choice not in ("auto", "required"):
+            raise _refused(f"there is no tool choice '{choice}'", "set it to auto or required")
+        if choice == "required" and not functions:
+            raise _refused("a tool call is required, and there are no tools", "give tools, or leave tool_choice out")
+        if not messages:
+            raise _refused("a conversation has no messages", "give at least one message of the user")
+        calls = tuple(_calls(functions)) if choice == "required" else ()
+        return Conversation(tuple(map(_message, messages)), functions, calls)
+
+    def to_text(self) -> str:
+        """Return the conversation as one text, which ``read`` reads."""
+        return _MARK + _compact({"messages": self.messages, "tools": self.tools, "calls": self.calls})
+
+    @staticmethod
+    def read(text: str) -> Conversation:
+        """Return the conversation in a text of ``to_text``; any other text is one message of the user."""
+        if not text.startswith(_MARK):
+            return Conversation((("user", text),))
+        content = json.loads(text[len(_MARK) :])
+        messages = tuple((role, said) for role, said in content["messages"])
+        return Conversation(messages, tuple(content["tools"]), tuple(content["calls"]))
+
+
+def parse_calls(text: str) -> tuple[ToolCall, ...]:
+    """Return the call that a text is; none if it is anything else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return ()
+    if not isinstance(found, dict) or found.keys() != {"name", "arguments"}:
+        return ()
+    name, arguments = found["name"], found["arguments"]
+    return (ToolCall(name, arguments),) if isinstance(name, str) and isinstance(arguments, dict) else ()
+
+
+def _message(message: Message) -> tuple[str, str]:
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+    if role not in ROLES:
+        raise _refused(f"a message has the role {role!r}", f"give one of {', '.join(ROLES)}")
+    if role == "assistant" and content is None and isinstance(calls, Sequence) and len(calls) == 1:
+        return role, _past_call(calls[0]).to_text()
+    if not isinstance(content, str):
+        hint = "give text; the only other content is None, of an assistant's message with one tool call"
+        raise _refused(f"a message of the {role} has the content {content!r:.60}", hint)
+    return role, content
+
+
+def _past_call(call: Any) -> ToolCall:
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        return ToolCall(str(function["name"]), json.loads(arguments) if isinstance(arguments, str) else arguments)
+    except (LookupError, TypeError, ValueError) as error:
+        hint = "give {'function': {'name': ..., 'arguments': JSON}}"
+        raise _refused(f"a past tool call is {call!r:.60}", hint) from error
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, object]:
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):  # pyright: ignore[reportUnknownMemberType]
+        hint = "give {'type': 'function', 'function': {'name': ..., 'parameters': ...}}, or an embodrl.Tool"
+        raise _refused(f"a tool is {tool!r:.60}", hint)
+    given = cast("Mapping[str, object]", function)
+    schema = given.get("parameters") or {"type": "object", "properties": {}}
+    return {"name": given["name"], "description": given.get("description") or "", "parameters": schema}
+
+
+def _calls(functions: Sequence[dict[str, object]]) -> Iterator[str]:
+    """Yield every call of the functions, in the order of their properties."""
+    count = 0
+    for function in functions:
+        name, schema = str(function["name"]), cast("dict[str, Any]", function["parameters"])
+        required = schema.get("required", ())
+        choices: list[list[tuple[str, object] | None]] = []
+        for key, about in schema.get("properties", {}).items():
+            values: list[tuple[str, object] | None] = [(key, value) for value in _values(name, key, about)]
+            choices.append(values if key in required else [None, *values])
+        for chosen in itertools.product(*choices):
+            count += 1
+            if count > MAX_CALLS:
+                raise _refused(f"the tools permit more than {MAX_CALLS} different calls", "give arguments fewer values")
+            yield ToolCall(name, dict(pair for pair in chosen if pair is not None)).to_text()
+
+
+def _values(name: str, key: str, about: Mapping[str, Any]) -> Sequence[object]:
+    if "const" in about:
+        return [about["const"]]
+    if about.get("enum"):
+        return about["enum"]
+    if about.get("type") == "boolean":
+        return [False, True]
+    low, high = about.get("minimum"), about.get("maximum")
+    if about.get("type") == "integer" and isinstance(low, int) and isinstance(high, int) and high - low < MAX_CALLS:
+        return range(low, high + 1)
+    raise _refused(
+        f"a call is required, but the argument '{key}' of '{name}' has no list of values",
+        "give its schema an enum, or an integer with minimum and maximum, or set tool_choice to auto",
+    )
+
+
+def _compact(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+
+
+def _refused(message: str, hint: str) -> EmbodrlError:
+    return EmbodrlError(message, hint, code="chat-request")

@@ -1,0 +1,114 @@
+"""A planner that writes text: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, divisors
+from embodrl.config.schema import ModelConfig, PositiveInt, Section
+from embodrl.models.common.config_file import own_section
+from embodrl.rule_set import Finding, RuleSet
+from embodrl.specs import ModelSpec
+
+FAMILY = "planner"
+
+
+class PlannerArchitectureConfig(Section):
+    """Dimensions of a planner without a checkpoint, and lengths."""
+
+    hidden_size: PositiveInt = Field(default=64, description="hidden size of Llama")
+    intermediate_size: PositiveInt = Field(default=160, description="units of its MLPs")
+    num_hidden_layers: PositiveInt = Field(default=2, description="layers")
+    num_attention_heads: PositiveInt = Field(default=4, description="heads; an even part of hidden_size each")
+    max_prompt_tokens: PositiveInt = Field(
+        default=512, description="bytes of tools and messages; prompts are padded to this length"
+    )
+    max_new_tokens: PositiveInt = Field(default=64, description="bytes of a message that the planner writes")
+
+
+class PlannerModelConfig(ModelConfig):
+    """A planner."""
+
+    planner: PlannerArchitectureConfig = Field(
+        default=PlannerArchitectureConfig(), description="dimensions without a checkpoint, and lengths"
+    )
+
+
+RULES = RuleSet()
+
+
+@RULES.rule("model.planner")
+def planner_heads_divide_its_width(context: Context) -> Iterator[Finding]:
+    """Heads have an even size, for rotary positions."""
+    shape = context.model(PlannerModelConfig).planner
+    if context.config.model.model_path is None and shape.hidden_size % (2 * shape.num_attention_heads):
+        message = f"{shape.num_attention_heads} heads of an even size do not fill {shape.hidden_size}"
+        near = divisors(shape.hidden_size // 2, shape.num_attention_heads) if shape.hidden_size % 2 == 0 else "none"
+        key = "model.planner.num_attention_heads"
+        yield Finding(key, message, "set it to 4", near, others=("model.planner.hidden_size",))
+
+
+@RULES.rule("model.model_type", "rollout.workflow")
+def text_needs_a_workflow(context: Context) -> Iterator[Finding]:
+    """What a planner writes becomes actions only by a workflow's tools."""
+    if context.verb in ("serve", "record", "sft"):
+        message = f"{FAMILY} writes text, and `embodrl {context.verb}` is about actions"
+        yield Finding("model.model_type", message, "choose a family that acts, such as model=openvla")
+    elif context.config.rollout.workflow is None and context.verb in (None, "train", "eval"):
+        message = f"model.model_type={FAMILY} writes text, and nothing turns it into actions"
+        hint = "name a workflow that calls engine.generate, as examples/planner does"
+        yield Finding("rollout.workflow", message, hint, "module:Class", others=("model.model_type",))
+
+
+@RULES.rule("model", "algorithm.reward_type", "rollout.backend")
+def a_message_is_a_chunk(context: Context) -> Iterator[Finding]:
+    """A message is one chunk of one element, written by the policy's own modules from the conversation alone."""
+    config = context.config
+    model = config.model
+    wanted = (
+        ("model.num_action_chunks", model.num_action_chunks, 1),
+        ("model.value_head.output", model.value_head.output, "chunk"),
+        ("algorithm.reward_type", config.algorithm.reward_type, "chunk_level"),
+        ("rollout.backend", config.rollout.backend, "native"),
+        ("model.condition", model.condition, None),
+        ("model.stats_path", model.stats_path, None),
+        ("model.center_crop", model.center_crop, False),
+        ("model.freeze_vision", model.freeze_vision, False),
+        ("model.small_actor.kind", model.small_actor.kind, None),
+        ("model.gripper", model.gripper, "as_is"),
+    )
+    for key, value, only in wanted:
+        if value != only:
+            allowed = "null" if only is None else str(only).lower()
+            message = f"a chunk of model.model_type={FAMILY} is a message, not actions"
+            yield Finding(key, message, f"set it to {allowed}", allowed, others=("model.model_type",))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return the approximate parameter count of a planner without a checkpoint (matrices only)."""
+    assert isinstance(config, PlannerModelConfig)
+    shape = config.planner
+    layer = 4 * shape.hidden_size**2 + 3 * shape.hidden_size * shape.intermediate_size
+    return shape.num_hidden_layers * layer + 2 * 263 * shape.hidden_size
+
+
+SPEC = ModelSpec(
+    name=FAMILY,
+    target="embodrl.models.planner.policy:build_planner",
+    description="a language model of bytes that writes messages and tool calls, for workflows",
+    recognizes=lambda raw: own_section(raw).get("family") == FAMILY,
+    settings=PlannerModelConfig,
+    rules=(RULES,),
+    kind="text",
+    value_inputs=("prompt_end",),
+    trainable=("all", "lora"),
+    uses_state=False,
+    uses_images=False,
+    num_parameters=num_parameters,
+    sizes="0.1 M",
+    actions="none: text, of which a workflow makes actions",
+    checkpoint="transformers' LlamaForCausalLM over bytes, as embodrl writes it",
+    rl="log-probs of written tokens: temperature, top-k",
+)

@@ -1,0 +1,61 @@
+"""A vocabulary of bytes: nothing to train, nothing to download. Token b is the byte b; those above are marks."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass, field
+
+from embodrl.models.common.chat import ROLES, Conversation
+
+END = 256
+PAD = 257
+TOOLS = 258
+ROLE_IDS = {role: 259 + number for number, role in enumerate(ROLES)}
+VOCAB_SIZE = 263
+WRITABLE = END + 1
+"""K: the policy chooses among the bytes and the end of its message."""
+
+
+def encode(conversation: Conversation) -> list[int]:
+    """Return the prompt: the tools as JSON, each message between its role and END, and the assistant's role."""
+    ids: list[int] = []
+    if conversation.tools:
+        text = json.dumps(conversation.tools, separators=(",", ":"), ensure_ascii=False)
+        ids += [TOOLS, *_bytes(text), END]
+    for role, text in conversation.messages:
+        ids += [ROLE_IDS[role], *_bytes(text), END]
+    return [*ids, ROLE_IDS["assistant"]]
+
+
+def decode(ids: list[int]) -> str:
+    """Return the text of written tokens without END; bytes that are no UTF-8 become U+FFFD."""
+    return bytes(i for i in ids if i < END).decode("utf-8", errors="replace")
+
+
+@dataclass
+class TextPrefix:
+    """A place in the texts that are permitted: the tokens that may follow, and where they lead."""
+
+    following: dict[int, TextPrefix] = field(default_factory=dict[int, "TextPrefix"])
+
+
+@functools.lru_cache(maxsize=64)
+def tree(texts: tuple[str, ...]) -> TextPrefix:
+    """Return the root of the prefix tree of texts, each ended by END."""
+    root = TextPrefix()
+    for text in texts:
+        node = root
+        for token in [*_bytes(text), END]:
+            node = node.following.setdefault(token, TextPrefix())
+    return root
+
+
+def longest(texts: tuple[str, ...]) -> int:
+    """Return the number of tokens of the longest text, with END; 0 without texts."""
+    return max((len(_bytes(text)) + 1 for text in texts), default=0)
+
+
+def _bytes(text: str) -> bytes:
+    # A lone surrogate, which JSON can hold, has no UTF-8.
+    return text.encode("utf-8", errors="replace")
