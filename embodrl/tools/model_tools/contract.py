@@ -102,8 +102,8 @@ def seed_problems(subject: Subject) -> Iterator[str]:
     if not np.array_equal(first.actions, again.actions) or not torch.equal(first.logprobs, again.logprobs):
         yield "the same generator gives other actions or log-probs: draw from the generator that is passed"
     # Log-probs of a family that writes text, which has no actions.
-    drawn = [output.actions if output.actions.size else output.logprobs.numpy() for output in (first, other)]
-    if np.array_equal(*drawn):
+    one, two = (output.actions if output.actions.size else output.logprobs.numpy() for output in (first, other))
+    if np.array_equal(one, two):
         yield "another generator gives the same actions: sample in mode 'train'"
     if not np.array_equal(subject.act(1, "eval").actions, subject.act(2, "eval").actions):
         yield "greedy actions depend on the generator"
