@@ -9,20 +9,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from embodrl.data.batch import Batch
 from embodrl.errors import BatchIndexError
 from embodrl.processes.codec import aligned
 from embodrl.processes.memory_file import MemoryFile
 from embodrl.storage.files import raw_bytes
 
-if TYPE_CHECKING:
-    from embodrl.data.trajectory import TrajectoryBatch
-
+RowsT = TypeVar("RowsT", bound=Batch)
 INPUTS = "forward_inputs"
 ROW = "row"
 """Column with the number of each row, ``int64``, in a batch whose inputs are elsewhere."""
@@ -42,10 +41,10 @@ class RowInputs(ABC):
             BatchIndexError: a row is not here.
         """
 
-    def fill(self, chunks: TrajectoryBatch, device: torch.device) -> TrajectoryBatch:
+    def fill(self, chunks: RowsT, device: torch.device) -> RowsT:
         """Return flat chunks with their inputs, on a device."""
         found = {name: tensor.to(device, non_blocking=True) for name, tensor in self.at(chunks[ROW].cpu()).items()}
-        masks = chunks.forward_inputs if INPUTS in chunks else {}
+        masks: dict[str, Tensor] = chunks.get(INPUTS) or {}
         return chunks.replace(forward_inputs=masks | found)
 
 
@@ -115,7 +114,7 @@ class SharedInputs(RowInputs):
         return found
 
 
-def numbered(batch: TrajectoryBatch, number: int) -> TrajectoryBatch:
+def numbered(batch: RowsT, number: int) -> RowsT:
     """Return a batch of ``shared_memory_batch``, whose file is numbered 0, with another number for it."""
     found = batch.replace(row=batch[ROW] + (number << _PLACE_BITS))
     found.meta[SHARED] = SharedInputs({number: batch.meta[SHARED].files[0]})
