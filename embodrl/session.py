@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.api import ConfigLike, configured, torch_settings
 from embodrl.errors import EmbodrlError
@@ -143,7 +143,7 @@ class Session:
             learner.undo()
             raise
         self._walk = walk
-        return batch  # pyright: ignore[reportReturnType]  (the pipeline's nodes return batches)
+        return cast("TrajectoryBatch", batch).with_inputs()  # the pipeline's nodes return batches
 
     def advantages(self, batch: TrajectoryBatch) -> Advantages:
         """Estimate advantages and returns with ``algorithm.adv_type``; or make ``embodrl.Advantages`` by other means.

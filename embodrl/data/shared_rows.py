@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from embodrl.data.batch import Group
+from embodrl.data.shared_inputs import SHARED, RowInputs, SharedColumns, SharedInputs
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import BatchIndexError
 from embodrl.types import TOKEN_MASK
-
-INPUTS = "forward_inputs"
-ROW = "row"
-"""Column with the number of each row, ``int64[T,B]``, in a batch whose inputs are elsewhere."""
 
 
 def share_of(num_rows: int, num_shares: int, share: int) -> Tensor:
@@ -37,7 +34,7 @@ def read_by(rows: Tensor, num_shares: int) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class HeldInputs:
+class HeldInputs(RowInputs):
     """Policy inputs of some rows.
 
     Attributes:
@@ -49,21 +46,10 @@ class HeldInputs:
     inputs: dict[str, Tensor]
 
     def at(self, rows: Tensor) -> dict[str, Tensor]:
-        """Return the inputs of rows ``int64[M]``, ``[M,...]`` each.
-
-        Raises:
-            BatchIndexError: a row is not held.
-        """
         places = torch.searchsorted(self.rows, rows).clamp_max(len(self.rows) - 1)
         if not torch.equal(self.rows[places], rows):
             raise BatchIndexError("rows whose inputs another process has", "this is a bug: please report it")
         return {name: tensor[places] for name, tensor in self.inputs.items()}
-
-    def fill(self, chunks: TrajectoryBatch, device: torch.device) -> TrajectoryBatch:
-        """Return flat chunks with their inputs, on a device."""
-        found = {name: tensor.to(device, non_blocking=True) for name, tensor in self.at(chunks[ROW].cpu()).items()}
-        masks = chunks.forward_inputs if INPUTS in chunks else {}
-        return chunks.replace(forward_inputs=masks | found)
 
 
 def separate(batch: TrajectoryBatch, shares: Sequence[Tensor]) -> tuple[TrajectoryBatch, list[HeldInputs]]:
@@ -75,13 +61,29 @@ def separate(batch: TrajectoryBatch, shares: Sequence[Tensor]) -> tuple[Trajecto
         batch: a rollout.
         shares: row numbers ``int64[N]`` of each share.
     """
-    inputs = batch.forward_inputs
-    masks: Group = {name: tensor for name, tensor in inputs.items() if name == TOKEN_MASK}
-    numbers = torch.arange(batch.valid.shape[:2].numel()).view(batch.valid.shape[:2])
-    small = batch.replace(forward_inputs=masks or None, frames=None, row=numbers)
-    flat = {name: tensor.flatten(0, 1) for name, tensor in inputs.items() if name != TOKEN_MASK}
+    small, flat = _separated(batch.replace(frames=None))
     held: list[HeldInputs] = []
     for rows in shares:
         mine = torch.unique(rows)
         held.append(HeldInputs(mine, {name: tensor[mine] for name, tensor in flat.items()}))
     return small, held
+
+
+def shared_memory_batch(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Return a batch ``[T,B]`` whose large columns are in a memory file (``SharedInputs``), with the number 0.
+
+    Raises:
+        MessageError: memory is lacking.
+    """
+    small, flat = _separated(batch)
+    small.meta[SHARED] = SharedInputs({0: SharedColumns.of(flat)})
+    return small
+
+
+def _separated(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, dict[str, Tensor]]:
+    """Return a batch with ``ROW`` in place of its large columns, and these, ``[T*B,...]`` each."""
+    inputs = batch.forward_inputs
+    masks: Group = {name: tensor for name, tensor in inputs.items() if name == TOKEN_MASK}
+    numbers = torch.arange(batch.valid.shape[:2].numel()).view(batch.valid.shape[:2])
+    flat = {name: tensor.flatten(0, 1) for name, tensor in inputs.items() if name != TOKEN_MASK}
+    return batch.replace(forward_inputs=masks or None, row=numbers), flat

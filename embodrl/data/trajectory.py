@@ -7,14 +7,15 @@ H x W image.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from embodrl.data.batch import Batch
+from embodrl.data.batch import Batch, Key
 from embodrl.data.columns import Group, group_at
+from embodrl.data.shared_inputs import INPUTS, ROW, SHARED, SharedInputs, merged
 from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
 from embodrl.types import TOKEN_MASK
 
@@ -78,7 +79,8 @@ class TrajectoryBatch(Batch):
         final_inputs: group of columns ``[T,B,...]``, the policy's inputs (as from ``VLAPolicy.preprocess``) after the
             chunk where an episode was truncated or the rollout ended; zeros elsewhere.
         prox_logprobs: ``float32[T,B,C,A]`` under the weights at the start of the update; None if not decoupled.
-        meta: scalars of the rollout: ``env_steps``, the simulated steps, including those of dropped episodes.
+        meta: scalars of the rollout: ``env_steps``, the simulated steps, including those of dropped episodes. Further
+            ``SharedInputs``, if the inputs are in shared memory: ``forward_inputs`` reads them there.
     """
 
     __slots__ = ()
@@ -137,6 +139,35 @@ class TrajectoryBatch(Batch):
         if final_inputs is not None:
             batch["final_inputs"] = final_inputs
         return batch
+
+    def get(self, key: Key) -> Any:
+        found = super().get(key)
+        group, *rest = (key,) if isinstance(key, str) else key
+        if group != INPUTS or SHARED not in self.meta or (rest and found is not None):
+            return found
+        rows: Tensor = super().get(ROW)
+        inputs = {name: x.unflatten(0, rows.shape) for name, x in self.meta[SHARED].at(rows.flatten()).items()}
+        return inputs.get(rest[0]) if rest else inputs | (found or {})
+
+    def with_inputs(self) -> Self:
+        """Return the batch with the columns ``forward_inputs``, though they be in shared memory."""
+        if SHARED not in self.meta:
+            return self
+        whole = self.replace(forward_inputs=self.forward_inputs, row=None)
+        del whole.meta[SHARED]
+        return whole
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]  (of Self)
+        shared: list[SharedInputs] = [part.meta[SHARED] for part in parts if SHARED in part.meta]
+        if len(shared) < len(parts):
+            return super().concat([part.with_inputs() for part in parts])
+        bare = [part.replace() for part in parts]
+        for part in bare:
+            part.meta[SHARED] = None
+        whole = super().concat(bare)
+        whole.meta[SHARED] = merged(shared)
+        return whole
 
     @property
     def forward_inputs(self) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, pro
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
 from embodrl.config.schema import AlgorithmConfig
-from embodrl.data.shared_rows import ROW
+from embodrl.data.shared_inputs import ROW
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import parameters_of

@@ -24,7 +24,8 @@ from embodrl.algorithms.losses import LossCounts, LossOutput, is_largest
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch, shuffled
 from embodrl.data.imitation import DemoDraws
-from embodrl.data.shared_rows import INPUTS, ROW, HeldInputs, read_by
+from embodrl.data.shared_inputs import INPUTS, ROW, RowInputs
+from embodrl.data.shared_rows import read_by
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.precision import autocast
@@ -67,7 +68,7 @@ class OnPolicyUpdate(Update):
         self.algorithm = config.algorithm
         self._loss = LOSSES.entry(config.algorithm.loss_type)
         self._needs_values = self._loss.needs_values
-        self._held: HeldInputs | None = None
+        self._held: RowInputs | None = None
 
     @classmethod
     def rows_of_shares(cls, sharing: Sharing, method: str, args: Sequence[Any]) -> list[Tensor] | None:
@@ -90,7 +91,7 @@ class OnPolicyUpdate(Update):
             wanted = _evaluated(config, batch, sharing.version, warmup, *args[1:])[2]
         return read_by(wanted.flatten().nonzero().squeeze(-1), count)
 
-    def hold(self, held: HeldInputs | None) -> None:
+    def hold(self, held: RowInputs | None) -> None:
         self._held = held
 
     def update(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from embodrl.config.schema import Config
-from embodrl.data.shared_rows import HeldInputs
+from embodrl.data.shared_inputs import RowInputs
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import Sharing
 
@@ -36,7 +36,7 @@ class Update:
         """
         return None
 
-    def hold(self, held: HeldInputs | None) -> None:
+    def hold(self, held: RowInputs | None) -> None:
         """Take the inputs that the next call reads in place of the batch's; None after it."""
 
     def steps(self, total: int) -> Iterator[int]:

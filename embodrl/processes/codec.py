@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -32,14 +32,32 @@ _TUPLE = "__tuple__"
 _DICT = "__dict__"
 _OBJECTS = "__objects__"
 
-Read = Callable[[int, int], bytes | bytearray | memoryview]
+ReadBytes = Callable[[int, int], bytes | bytearray | memoryview]
 """Returns the given number of bytes, from an offset in the body that follows the description."""
 
 
+class Read(NamedTuple):
+    """Reads what a description refers to: bytes of the body, and the descriptors of memory files."""
+
+    body: ReadBytes
+    files: Sequence[int] = ()
+
+    def __call__(self, start: int, count: int) -> bytes | bytearray | memoryview:
+        return self.body(start, count)
+
+
 class Blobs(list[NDArray[np.uint8]]):
-    """Array memory of a value, referenced without copying where possible."""
+    """Array memory of a value, referenced without copying where possible.
+
+    Attributes:
+        files: descriptors of memory files that the value has; they pass only through sockets.
+    """
 
     end = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: list[int] = []
 
     def add(self, memory: NDArray[np.uint8]) -> int:
         """Add contiguous memory; return its offset in the body that follows the description."""
@@ -66,10 +84,14 @@ class Extension(NamedTuple):
 
 
 class Codec:
-    """Sends plain values and values of its extensions' classes; an extension also covers subclasses."""
+    """Sends plain values and values of its extensions' classes; an extension also covers subclasses.
 
-    def __init__(self, extensions: Mapping[type, Extension] | None = None) -> None:
+    Values may have up to ``max_files`` memory files.
+    """
+
+    def __init__(self, extensions: Mapping[type, Extension] | None = None, max_files: int = 0) -> None:
         self._extensions = extensions or {}
+        self.max_files = max_files
         self._by_tag = {extension.tag: extension for extension in self._extensions.values()}
 
     def pack(self, value: object) -> tuple[bytes, Blobs]:
@@ -79,7 +101,10 @@ class Codec:
             MessageError: a part has an unsupported type; the message names the part.
         """
         blobs = Blobs()
-        return json.dumps(self.describe(value, blobs, "the value")).encode(), blobs
+        description = json.dumps(self.describe(value, blobs, "the value")).encode()
+        if len(blobs.files) > self.max_files:
+            raise MessageError(f"a message has {len(blobs.files)} memory files", f"send at most {self.max_files}")
+        return description, blobs
 
     def unpack(self, description: bytes, blobs: Iterable[NDArray[np.uint8]]) -> Any:
         """Return the value of ``pack``; its arrays are private, writable copies.
@@ -89,16 +114,19 @@ class Codec:
         """
         # Of blobs with equal offsets, all but the last are empty.
         found = {start: blob.data for start, blob in placed(blobs)}
-        return self.read_from(description, lambda start, count: bytearray(found[start][:count] if count else b""))
+        files = blobs.files if isinstance(blobs, Blobs) else ()
+        return self.read_from(
+            description, lambda start, count: bytearray(found[start][:count] if count else b""), files
+        )
 
-    def read_from(self, description: bytes | memoryview, read: Read) -> Any:
-        """Return the value of ``pack``; its arrays share the memory that ``read`` returns.
+    def read_from(self, description: bytes | memoryview, body: ReadBytes, files: Sequence[int] = ()) -> Any:
+        """Return the value of ``pack``; its arrays share the memory that ``body`` returns.
 
         Raises:
             MessageError: the description or memory is invalid.
         """
         try:
-            return self.restore(json.loads(bytes(description)), read)
+            return self.restore(json.loads(bytes(description)), Read(body, files))
         except _UNREADABLE as error:
             raise MessageError(
                 f"unreadable message: {type(error).__name__}: {str(error)[:_SHOWN]}",
@@ -112,6 +140,8 @@ class Codec:
             MessageError: see ``pack``.
         """
         description, blobs = self.pack(value)
+        if blobs.files:
+            raise MessageError("a memory file is not bytes", "send it through a socket")
         body = [bytes(blob).ljust(aligned(blob.nbytes), b"\0") for blob in blobs]
         return b"".join([_LENGTH.pack(len(description)), description, *body])
 

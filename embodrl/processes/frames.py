@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import EmbodrlError, MessageError
-from embodrl.processes.codec import PLAIN, Codec, aligned, placed
+from embodrl.processes.codec import PLAIN, Blobs, Codec, aligned, placed
+from embodrl.processes.memory_file import write_memory
 from embodrl.processes.traffic import count_received, count_sent
 
 # kind, number, argument, length of the description, bytes in the memory file
@@ -36,11 +37,8 @@ _FD_BYTES = array.array("i").itemsize
 _SEND_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVE_FLAGS = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
 _CUT_SHORT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_FD_BYTES)
 _MAX_DESCRIPTION_BYTES = 256 << 20
 _BLOCK_BYTES = 512  # the unit of st_blocks, on every file system
-FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals of memory that two processes map, so that neither can crash the other with a bus error."""
 
 
 class Kind(enum.IntEnum):
@@ -117,7 +115,7 @@ class Sender:
             PeerGoneError: the peer has exited.
             TimeoutError: ``time.monotonic()`` passed the deadline first.
         """
-        description, blobs = (b"", []) if frame.value is None else self._codec.pack(frame.value)
+        description, blobs = (b"", Blobs()) if frame.value is None else self._codec.pack(frame.value)
         if len(description) > _MAX_DESCRIPTION_BYTES:
             raise MessageError(
                 f"a message has {len(description) >> 20} MiB without its arrays, at most"
@@ -126,10 +124,11 @@ class Sender:
             )
         memory = -1
         num_bytes = 0
-        if blobs or len(description) > _INLINE_BYTES:
-            memory, num_bytes = _memory_file(description, blobs)
+        if blobs or blobs.files or len(description) > _INLINE_BYTES:
+            memory, num_bytes = _message_file(description, blobs)
         header = _HEADER.pack(frame.kind, frame.number, frame.argument, len(description), num_bytes)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory]))] if memory >= 0 else []
+        descriptors = array.array("i", [memory, *blobs.files])
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if memory >= 0 else []
         message = header if rights else header + description
         try:
             while True:
@@ -167,7 +166,8 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN, link: str = "") -> Fr
         MessageError: the frame is unreadable.
     """
     try:
-        data, ancillary, flags, _ = sock.recvmsg(_HEADER.size + _INLINE_BYTES, _ANCILLARY_BYTES, _RECEIVE_FLAGS)
+        space = socket.CMSG_SPACE((1 + codec.max_files) * _FD_BYTES)
+        data, ancillary, flags, _ = sock.recvmsg(_HEADER.size + _INLINE_BYTES, space, _RECEIVE_FLAGS)
     except BlockingIOError:
         return None
     except ConnectionResetError as error:
@@ -219,7 +219,7 @@ def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -
 
     Args:
         data: the message.
-        descriptors: descriptors of its memory file; the caller closes them.
+        descriptors: of its memory file, and of those that the value has; the caller closes them.
         codec: codec of the value.
 
     Raises:
@@ -231,7 +231,8 @@ def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -
     if kind not in _KINDS:
         raise _invalid(f"there is no kind {kind}")
     inline = len(data) - _HEADER.size
-    if len(descriptors) != bool(num_bytes) or inline != (0 if num_bytes else length):
+    most = 1 + codec.max_files if num_bytes else 0
+    if not bool(num_bytes) <= len(descriptors) <= most or inline != (0 if num_bytes else length):
         raise _invalid(
             f"it announces {length} bytes and {num_bytes} in a memory file, and holds {inline} bytes and"
             f" {len(descriptors)} memory files"
@@ -240,7 +241,7 @@ def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -
     if num_bytes:
         view = _map(descriptors[0], length, num_bytes)
         body = view[aligned(length) :]
-        value = codec.read_from(view[:length], lambda start, count: body[start : start + count])
+        value = codec.read_from(view[:length], lambda start, count: body[start : start + count], descriptors[1:])
     elif length:
         value = codec.read_from(data[_HEADER.size :], lambda *_: b"")
     return Frame(Kind(kind), number, argument, value)
@@ -318,29 +319,9 @@ class Connection(Sender):
         self.sock.close()
 
 
-def _memory_file(description: bytes, blobs: list[NDArray[np.uint8]]) -> tuple[int, int]:
+def _message_file(description: bytes, blobs: list[NDArray[np.uint8]]) -> tuple[int, int]:
     """Return a memory file with the description and the blobs at their offsets in the body, and its size."""
     body = aligned(len(description))
     total = body + sum(aligned(blob.nbytes) for blob in blobs)
-    memory = os.memfd_create("embodrl-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        # Not through a mapping: faulting in new pages takes longer than the copy, and full memory causes a bus error.
-        os.ftruncate(memory, total)
-        _write(memory, memoryview(description), 0)
-        for start, blob in placed(blobs):
-            _write(memory, blob.data, body + start)
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, FIXED_SIZE)
-    except OSError as error:
-        os.close(memory)
-        raise MessageError(
-            f"no {total / 2**20:.0f} MiB of memory for a message: {error}", "send less at once"
-        ) from error
-    return memory, total
-
-
-def _write(memory: int, rest: memoryview, offset: int) -> None:
-    """Write bytes; the system accepts at most 2 GiB per call."""
-    while rest:
-        written = os.pwrite(memory, rest, offset)
-        rest = rest[written:]
-        offset = offset + written
+    parts = [(body + start, blob.data) for start, blob in placed(blobs)]
+    return write_memory("embodrl-message", [(0, memoryview(description)), *parts], total), total

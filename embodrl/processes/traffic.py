@@ -28,6 +28,7 @@ class _Links:
     lock: threading.Lock = field(default_factory=threading.Lock)
     sent: dict[str, int] = field(default_factory=dict[str, int])
     received: dict[str, int] = field(default_factory=dict[str, int])
+    shared: list[int] = field(default_factory=list[int])
 
 
 _LINKS = _Links()
@@ -49,6 +50,22 @@ def count_received(link: str, num_bytes: int) -> None:
     """Count bytes from a process of the kind ``link``."""
     with _LINKS.lock:
         _LINKS.received[link] = _LINKS.received.get(link, 0) + num_bytes
+
+
+def count_shared(num_bytes: int) -> None:
+    """Count bytes in a memory file that this process passes on without reading it."""
+    with _LINKS.lock:
+        _LINKS.shared.append(num_bytes)
+
+
+def take_shared() -> int | None:
+    """Return the bytes of ``count_shared`` since the last call; None if there never were any."""
+    with _LINKS.lock:
+        if not _LINKS.shared:
+            return None
+        found = sum(_LINKS.shared)
+        _LINKS.shared[:] = [0]
+    return found
 
 
 def totals() -> dict[str, Traffic]:

@@ -6,6 +6,7 @@
 | ``usage/memory_C_gib`` | resident memory at the end of the iteration; processes that share pages count them each |
 | ``usage/idle_C`` | share of the iteration, without its evaluation, in which C does not work |
 | ``usage/sent_C_mib``, ``usage/received_C_mib`` | what the main process sends to C's processes and receives from them |
+| ``usage/shared_mib`` | policy inputs that actor's processes read in the memory of rollout's, past the main process |
 | ``usage/gpu_N_busy``, ``usage/gpu_N_memory_gib`` | mean utilisation, 0 to 1, and peak memory in use of GPU N |
 | ``usage/queue_rewards`` | episodes whose rewards are not known yet when an update needs them |
 
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, read_machine
-from embodrl.processes.traffic import Traffic, totals
+from embodrl.processes.traffic import Traffic, take_shared, totals
 from embodrl.processes.tree import COMPONENTS, ProcessTree
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.rows import is_number, number
@@ -94,6 +95,8 @@ class UsageMonitor:
             found[f"usage/memory_{component}_gib"] = use.resident_bytes / GIB
         before, self._traffic = self._traffic, totals()
         found |= idle_shares(row, self._parallel) | _links(before, self._traffic)
+        if (shared := take_shared()) is not None:
+            found["usage/shared_mib"] = shared / MIB
         if self._gpus is not None:
             found |= self._gpus.take()
         return {name: round(value, _DIGITS) for name, value in found.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,29 @@ from embodrl import types
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
+from embodrl.data.shared_inputs import SharedColumns, SharedInputs
+from embodrl.data.shared_rows import HeldInputs
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment, Gpu, ProcessPlace, Topology
 from embodrl.errors import MessageError
 from embodrl.hybrid_engines.training.schedule import LearningRates
 from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.processes.codec import Blobs, Codec, Extension, Read
+from embodrl.processes.memory_file import MemoryFile
 from embodrl.storage.files import raw_bytes
 
 _BATCHES: dict[str, type[Batch]] = {"Batch": Batch, "TrajectoryBatch": TrajectoryBatch}
 _RECORDS: dict[str, type[Any]] = {
     name: found for name, found in vars(types).items() if isinstance(found, type) and dataclasses.is_dataclass(found)
 } | {
-    found.__name__: found for found in (Advantages, Deployment, Gpu, LearningRates, ProcessPlace, StateShapes, Topology)
+    found.__name__: found
+    for found in (
+        *(Advantages, Deployment, Gpu, LearningRates, ProcessPlace, StateShapes, Topology),
+        *(HeldInputs, SharedColumns, SharedInputs),
+    )
 }
+MAX_FILES = 128
+"""Memory files in a message; the kernel passes at most 253 descriptors at once."""
 
 
 def _describe_tensor(value: Tensor, _codec: Codec, blobs: Blobs, where: str) -> object:
@@ -49,6 +59,15 @@ def _restore_tensor(content: Any, _codec: Codec, read: Read) -> Tensor:
     # torch refuses an empty buffer.
     flat = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).reshape(shape)
+
+
+def _describe_file(value: MemoryFile, _codec: Codec, blobs: Blobs, _where: str) -> object:
+    blobs.files.append(value.descriptor)
+    return len(blobs.files) - 1
+
+
+def _restore_file(content: Any, _codec: Codec, read: Read) -> MemoryFile:
+    return MemoryFile(os.dup(read.files[content]))
 
 
 def _describe_batch(value: Batch, codec: Codec, blobs: Blobs, where: str) -> object:
@@ -91,6 +110,7 @@ CODEC = Codec(
     {
         Tensor: Extension("__tensor__", "tensors", _describe_tensor, _restore_tensor),
         Batch: Extension("__batch__", "batches", _describe_batch, _restore_batch),
+        MemoryFile: Extension("__file__", "memory files", _describe_file, _restore_file),
         Config: Extension(
             "__config__",
             "the configuration",
@@ -98,5 +118,6 @@ CODEC = Codec(
             _restore_config,
         ),
         **dict.fromkeys(_RECORDS.values(), _RECORD),
-    }
+    },
+    MAX_FILES,
 )

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.config.schema import Config
 from embodrl.data.rng import generator_state, restore_generator
-from embodrl.data.shared_rows import HeldInputs
+from embodrl.data.shared_inputs import RowInputs
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload
@@ -174,23 +174,21 @@ class ActorWorker(SendingWorker):
         method: str,
         args: list[Any],
         generators: dict[int, str],
-        held: tuple[Tensor, dict[str, Tensor]] | None,
+        held: RowInputs | None,
     ) -> tuple[Any, dict[int, str], Counters]:
         """Call a method of an update; return the result (rank 0 only), the generator states, and the counters.
 
-        ``generators`` maps positions among the arguments to generator states; ``held`` are the policy inputs of this
-        process (HeldInputs), None if the arguments have them.
+        ``generators`` maps positions among the arguments to generator states; ``held`` has the policy inputs that this
+        process reads, None if the arguments have them.
         """
         update = self._updates[number]
         for place, state in generators.items():
             args[place] = torch.Generator()
             restore_generator(args[place], state)
         self._engine.onload()
-        if held is not None:
-            update.hold(HeldInputs(*held))
+        update.hold(held)
         answer = getattr(update, method)(*args)
-        if held is not None:
-            update.hold(None)
+        update.hold(None)
         states = {place: generator_state(args[place]) for place in generators}
         return answer if self.rank == 0 else None, states, self._engine.counters()
 

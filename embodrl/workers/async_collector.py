@@ -22,6 +22,7 @@ from torch import Tensor
 from embodrl.config.identity import ABSENT, changes, describe, record_of, settings_read
 from embodrl.config.schema import Config
 from embodrl.config.yaml_text import flow
+from embodrl.data.shared_inputs import SHARED
 from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
@@ -372,7 +373,8 @@ class AsyncCollector:
         with self._changed:
             # An error may have left an update unfinished; its shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
-            batches = {shard: self._shards.finished[shard].replace() for shard in waiting}
+            # Copies: checkpoints renumber the calls of rewards.
+            batches = {shard: self._shards.finished[shard].with_inputs().replace() for shard in waiting}
             shards = {
                 str(shard): {
                     "began": began,
@@ -476,7 +478,7 @@ def join_shards(batches: list[TrajectoryBatch], dropped_env_steps: int, num_grou
     for batch in batches:
         assert batch.group_id is not None
         part = batch.replace(group_id=batch.group_id - int(batch.group_id.min()) + num_groups)
-        part.meta = {}
+        part.meta = {name: value for name, value in batch.meta.items() if name == SHARED}
         num_groups = int(part["group_id"].max()) + 1
         parts.append(part)
     whole = TrajectoryBatch.concat(parts)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.data.shared_inputs import SHARED, numbered
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.offload import SimulatorMemory
@@ -25,6 +26,7 @@ from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits, stop_requested
+from embodrl.processes.traffic import count_shared
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
@@ -376,6 +378,7 @@ class RemoteBackend(RemoteProcesses, RolloutBackend):
         acting = ActingWeights(policy, trainer.present, may_be_stale=config.runner.max_staleness > 0)
         super().__init__(config, group, channels, weights, acting, should_stop)
         self.rewards = RewardWorker(config, tuple(self.tasks))
+        self._files = itertools.count()
         self.collector: Collector
         if config.runner.max_staleness:
             runners = [RemoteRunner(self, rank) for rank in range(self.size)]
@@ -392,6 +395,9 @@ class RemoteBackend(RemoteProcesses, RolloutBackend):
     def accept_batch(self, answer: Gathered) -> TrajectoryBatch:
         """Return the batch of an answer, and register its rewards with the reward worker."""
         batch = answer["batch"]
+        if SHARED in batch.meta:
+            count_shared(batch.meta[SHARED].num_bytes)
+            batch = numbered(batch, next(self._files))
         if answer["rewards"] is not None:
             self.rewards.adopt(batch, answer["rewards"])
         return batch

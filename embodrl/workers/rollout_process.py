@@ -8,9 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.data.shared_rows import shared_memory_batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
+from embodrl.scheduler.messages import MAX_FILES
 from embodrl.scheduler.worker import dispatch
+from embodrl.specs import LOSSES
 from embodrl.workers.acting_process import ActingProcess, Answer
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import RolloutState, Snapshot, SyncCollector
@@ -18,6 +21,31 @@ from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import DetachedRewards, RewardWorker
 from embodrl.workers.rollout_backend import make_sync_collector
+
+_MAX_DESCRIPTORS = 512
+"""Memory files that a process has open, or that are on their way to others; the usual limit is 1024."""
+
+
+def shares_inputs(config: Config, deployment: Deployment) -> bool:
+    """Return whether training processes read policy inputs from memory files of the rollout processes.
+
+    Otherwise inputs pass through the driver: what is not on its machine, or in it, can't read the files, and nodes of
+    other pipelines may expect every column.
+    """
+    algorithm = config.algorithm
+    epochs = algorithm.rollout_epoch + (algorithm.filter.max_resamples if algorithm.filter.enabled else 0)
+    num_files = epochs * len(deployment.of("rollout"))
+    num_open = num_files * max(len(deployment.of("actor")), config.runner.max_staleness + 2)
+    return (
+        deployment.rolls_out_in_processes
+        and deployment.trains_in_processes
+        and config.cluster.launcher == "process"
+        and config.store_url is None
+        and config.pipeline.fn is None
+        and not LOSSES.entry(algorithm.loss_type).learns_from_records
+        and num_files <= MAX_FILES
+        and num_open <= _MAX_DESCRIPTORS
+    )
 
 
 class Gathered(Answer):
@@ -34,6 +62,7 @@ class RolloutProcess(ActingProcess):
     def __init__(self, config: Config, deployment: Deployment, log_dir: str | None = None) -> None:
         super().__init__(config, deployment, log_dir)
         mine = self.config
+        self._shares_inputs = shares_inputs(config, deployment)
         self.rewards = RewardWorker(config, tuple(self.pool.spec.tasks)) if config.reward.judged else None
         # SRPO judges in the driver, from the frames.
         judging = Judging(keep_frames=config.algorithm.srpo.enabled)
@@ -103,6 +132,7 @@ class RolloutProcess(ActingProcess):
         try:
             batch = roll_out()
             rewards = None if self.rewards is None else self.rewards.detach(batch, self.should_stop)
+            batch = shared_memory_batch(batch) if self._shares_inputs else batch
         except InterruptedError:
             return None
         carried: Snapshot

@@ -42,6 +42,7 @@ def save_rollout(path: Path, batch: TrajectoryBatch, metrics: Metrics) -> None:
     Raises:
         OutputError: the file can't be written.
     """
+    batch = batch.with_inputs()
     facts = {"batch_size": list(batch.batch_size), "meta": batch.meta, "metrics": metrics}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in batch_to_tensors(batch).items()}
     with atomic_file(path, ELSEWHERE_OF_RUNS) as partial:

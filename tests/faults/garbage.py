@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from embodrl.envs.pool.worker_main import EnvServer
-from embodrl.processes.frames import FIXED_SIZE, Frame, Kind
+from embodrl.processes.frames import Frame, Kind
+from embodrl.processes.memory_file import FIXED_SIZE
 
 _HEADER = struct.Struct("<BQQQQ")
 _SPARSE_BYTES = 1 << 40

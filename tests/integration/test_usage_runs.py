@@ -27,7 +27,7 @@ def assert_plausible(row: dict[str, float], components: set[str], links: set[str
     names = {name.removeprefix("usage/") for name in row if name.startswith("usage/")}
     wanted = {f"cores_{each}" for each in components} | {f"memory_{each}_gib" for each in components}
     wanted |= {f"{way}_{link}_mib" for way in ("sent", "received") for link in links}
-    assert names == wanted | {"idle_env", "idle_rollout", "idle_actor"}
+    assert names - {"shared_mib"} == wanted | {"idle_env", "idle_rollout", "idle_actor"}
     for component in components:
         assert 0 <= row[f"usage/cores_{component}"] <= 2 * (os.cpu_count() or 1)
         assert 0.01 < row[f"usage/memory_{component}_gib"] < 64
@@ -47,5 +47,6 @@ def test_every_row_has_the_use_of_each_component(
     others = {"actor", "rollout"} if is_apart else set[str]()
     for row in rows:
         assert_plausible(row, {"main", "env"} | others, others or {"env"})
+    assert (rows[-1].get("usage/shared_mib", 0) > 0) == is_apart
     assert "<h2>Usage</h2>" in (tmp_path / "run" / "report.html").read_text()
     assert not any(name.startswith("usage/") for row in metrics(tmp_path / "run") for name in row)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from embodrl.errors import EmbodrlError, EnvProtocolError
 from embodrl.fields import Fields
-from embodrl.processes.frames import FIXED_SIZE
+from embodrl.processes.memory_file import FIXED_SIZE
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 # Results are views of a slot. With two slots, a result stays valid while the next one is written: a rollout may look at

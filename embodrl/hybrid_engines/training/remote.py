@@ -13,6 +13,7 @@ from torch import Tensor
 
 from embodrl.config.schema import Config
 from embodrl.data.rng import generator_state, restore_generator
+from embodrl.data.shared_inputs import SHARED, RowInputs
 from embodrl.data.shared_rows import separate
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import WorkerError
@@ -104,16 +105,10 @@ class RemoteTrainEngine(TrainEngine):
 
         Updates are numbered in attachment order. Random generators among ``args`` are copied to every process, and
         continue here from their final state there. Iterators arrive as lists. Of a batch every process gets only the
-        policy inputs that it reads, as far as the update knows them (``Update.rows_of_shares``).
+        policy inputs that it reads, as far as the update knows them (``Update.rows_of_shares``); inputs in shared
+        memory it reads there.
         """
-        kind, config = self._kinds[number]
-        sharing = Sharing(config, self.num_shares, self.version, bool(self.policy.trainable_groups().get(VALUE_GROUP)))
-        rows = kind.rows_of_shares(sharing, method, args) if self.num_shares > 1 else None
-        held: list[tuple[Tensor, dict[str, Tensor]]] | None = None
-        if rows is not None:
-            small, parts = separate(cast(TrajectoryBatch, args[0]), rows)
-            args = [small, *args[1:]]
-            held = [(part.rows, part.inputs) for part in parts]
+        args, held = self._inputs_apart(number, method, args)
         generators = {place: arg for place, arg in enumerate(args) if isinstance(arg, torch.Generator)}
         sent = [None if isinstance(arg, torch.Generator) else arg for arg in args]
         plain = [list(arg) if isinstance(arg, Iterator) else arg for arg in sent]
@@ -123,6 +118,23 @@ class RemoteTrainEngine(TrainEngine):
             restore_generator(generators[place], state)
         self._take_counters(counters)
         return answer
+
+    def _inputs_apart(
+        self, number: int, method: str, args: Sequence[object]
+    ) -> tuple[Sequence[object], Sequence[RowInputs] | None]:
+        """Return the arguments without a batch's inputs, and these for each share, if processes get them so."""
+        batch = args[0] if args else None
+        if isinstance(batch, TrajectoryBatch) and SHARED in batch.meta:
+            small = batch.replace(frames=None)
+            shared = small.meta.pop(SHARED)
+            return [small, *args[1:]], [shared] * self.num_shares
+        kind, config = self._kinds[number]
+        sharing = Sharing(config, self.num_shares, self.version, bool(self.policy.trainable_groups().get(VALUE_GROUP)))
+        rows = kind.rows_of_shares(sharing, method, args) if self.num_shares > 1 else None
+        if rows is None:
+            return args, None
+        small, parts = separate(cast(TrajectoryBatch, batch), rows)
+        return [small, *args[1:]], parts
 
     def _take_counters(self, counters: Counters) -> None:
         self._behind = self._behind or counters["version"] != self.version

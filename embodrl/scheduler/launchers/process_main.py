@@ -46,25 +46,31 @@ def start_host(connection: Connection, start: Mapping[str, Any]) -> Host | None:
 
 def serve(connection: Connection, host: Host) -> None:
     """Answer calls, in order, until CLOSE."""
-    while True:
-        frame = connection.receive()
-        if frame.kind == Kind.CLOSE:
-            host.worker.close()
-            return
-        method, args, kwargs = frame.value
+    while _serve_one(connection, host):
+        pass
+
+
+def _serve_one(connection: Connection, host: Host) -> bool:
+    """Answer a call; return False after CLOSE. Arguments and result, which may be large, are gone afterwards."""
+    frame = connection.receive()
+    if frame.kind == Kind.CLOSE:
+        host.worker.close()
+        return False
+    method, args, kwargs = frame.value
+    try:
+        answer = host.call(method, args, kwargs)
         try:
-            answer = host.call(method, args, kwargs)
-            try:
-                connection.send(Frame(Kind.OK, frame.number, value=answer))
-            except MessageError as error:
-                raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
-        except PeerGoneError:
-            raise
-        except BaseException as error:  # noqa: BLE001 - process boundary: the parent raises it
-            if ran_out_of_memory(error):  # the worker can't release its resources; the parent may start a new process
-                traceback.print_exc()
-                os._exit(OUT_OF_MEMORY)
-            connection.send(Frame(Kind.RAISED, frame.number, value=describe_error(error, method)))
+            connection.send(Frame(Kind.OK, frame.number, value=answer))
+        except MessageError as error:
+            raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
+    except PeerGoneError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - process boundary: the parent raises it
+        if ran_out_of_memory(error):  # the worker can't release its resources; the parent may start a new process
+            traceback.print_exc()
+            os._exit(OUT_OF_MEMORY)
+        connection.send(Frame(Kind.RAISED, frame.number, value=describe_error(error, method)))
+    return True
 
 
 if __name__ == "__main__":

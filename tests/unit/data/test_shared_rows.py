@@ -8,7 +8,8 @@ from expect import raises_code
 from tiny_training import NUM_ENVS, NUM_STEPS, tiny_rollout, training_config
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.data.shared_rows import INPUTS, HeldInputs, read_by, separate, share_of
+from embodrl.data.shared_inputs import INPUTS
+from embodrl.data.shared_rows import HeldInputs, read_by, separate, share_of
 from embodrl.errors import BatchIndexError
 from embodrl.hybrid_engines.training.remote import Sharing
 from embodrl.learners.on_policy import OnPolicyUpdate

@@ -21,7 +21,6 @@ from expect import open_descriptors, raises_code
 
 from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.frames import (
-    FIXED_SIZE,
     Connection,
     Frame,
     Kind,
@@ -30,7 +29,8 @@ from embodrl.processes.frames import (
     receive_now,
     socket_pair,
 )
-from embodrl.scheduler.messages import CODEC
+from embodrl.processes.memory_file import FIXED_SIZE, MemoryFile
+from embodrl.scheduler.messages import CODEC, MAX_FILES
 
 VALUE = {"weights": torch.arange(5000.0), "empty": np.zeros(0, np.uint8), "rows": np.arange(35, dtype=np.int16)}
 
@@ -82,6 +82,34 @@ def test_a_full_memory_is_an_error_and_keeps_no_file_open(monkeypatch):
     with raises_code("message", MessageError):
         exchange(VALUE)
     assert len(closed) == 1
+
+
+def test_a_memory_file_passes_on_without_being_read_and_closes_with_its_last_owner():
+    before = open_descriptors()
+    large = np.arange(1 << 16, dtype=np.uint8)
+    file = MemoryFile.of([large[:3], large])
+    first = exchange({"file": file, "small": torch.ones(2)})
+    del file
+    second = exchange([first["file"], first["file"]])
+    del first
+    assert second[1].num_bytes == 64 + large.nbytes and "memfd:embodrl-inputs" in str(open_descriptors())
+    content = second[0].mapped()
+    del second
+    assert np.array_equal(np.frombuffer(content, np.uint8)[64:], large), "mapped memory needs no open file"
+    del content
+    assert not {name for _, name in open_descriptors() - before if "embodrl-inputs" in name}
+
+
+def test_memory_files_pass_through_sockets_only_and_not_without_limit():
+    file = MemoryFile.of([np.zeros(1, np.uint8)])
+    assert CODEC.copied(file).num_bytes == 1
+    with raises_code("message", MessageError):
+        CODEC.encode(file)
+    assert len(exchange([file] * MAX_FILES)) == MAX_FILES
+    with raises_code("message", MessageError):
+        exchange([file] * (MAX_FILES + 1))
+    with raises_code("message", MessageError):
+        CODEC.read_from(b'{"__file__": 0}', lambda *_: b"")
 
 
 def test_frames_that_do_not_come_or_are_not_taken_time_out():

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from embodrl.config import load_config
+from embodrl.processes import traffic
 from embodrl.processes.traffic import Traffic
 from embodrl.processes.tree import Use
 from embodrl.reporting import usage
@@ -123,6 +124,15 @@ def test_cores_memory_and_bytes_are_differences(monkeypatch: pytest.MonkeyPatch)
         "usage/received_eval_mib": 3.0,
     }
     assert all(map(is_measured, row)) and is_measured("time/total_s") and not is_measured("train/lr")
+
+
+def test_shared_memory_counts_once_it_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "_LINKS", traffic._Links())
+    monitor = UsageMonitor()
+    assert "usage/shared_mib" not in monitor.take({})
+    traffic.count_shared(3 * MIB)
+    traffic.count_shared(MIB)
+    assert [monitor.take({})["usage/shared_mib"] for _ in range(2)] == [4.0, 0.0]
 
 
 def test_gpus_have_the_mean_utilisation_and_the_peak_memory_since_the_row_before() -> None:
