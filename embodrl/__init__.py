@@ -61,6 +61,7 @@ _EXPORTS = {
     "Pipeline": "embodrl.pipelines.graph",
     "PipelineContext": "embodrl.pipelines.context",
     **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.workers.workflows.workflow"),
+    **dict.fromkeys(("EpisodePlayer", "FinishedEpisode"), "embodrl.workers.workflows.episodes"),
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
     **dict.fromkeys(("EpisodeEngine", "Completion"), "embodrl.hybrid_engines.rollout.batched"),
     "ToolCall": "embodrl.models.common.chat",
@@ -145,6 +146,8 @@ if TYPE_CHECKING:
     from embodrl.types import SamplingParams as SamplingParams
     from embodrl.workers.episode import Episode as Episode
     from embodrl.workers.evaluator import EpisodeRecord as EpisodeRecord
+    from embodrl.workers.workflows.episodes import EpisodePlayer as EpisodePlayer
+    from embodrl.workers.workflows.episodes import FinishedEpisode as FinishedEpisode
     from embodrl.workers.workflows.task_runner import AsyncTaskRunner as AsyncTaskRunner
     from embodrl.workers.workflows.task_runner import TaskResult as TaskResult
     from embodrl.workers.workflows.workflow import EpisodeTask as EpisodeTask

@@ -24,6 +24,10 @@ from embodrl.trainer.files import export_policy, refuse_earlier_run, run_directo
 from embodrl.trainer.parts import check_machine, device_of, start_learner
 from embodrl.trainer.session import RunSession, run_directory_of
 from embodrl.trainer.stop import StopSignal
+from embodrl.workers.collector import rollout_metrics
+from embodrl.workers.lockstep import meta_of
+from embodrl.workers.rollout_backend import LocalBackend
+from embodrl.workers.workflows.episodes import EpisodePlayer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,6 +90,8 @@ class Session:
         self._closing = ExitStack()
         self._started: RolloutLearner | None = None
         self._walk: Walk | None = None
+        self._episodes: EpisodePlayer | None = None
+        self._has_played = False
 
     @property
     def config(self) -> Config:
@@ -118,11 +124,45 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._started = self._walk = None
+        self._started = self._walk = self._episodes = None
         self._closing.__exit__(kind, error, trace)
 
-    def rollout(self) -> TrajectoryBatch:
+    def episodes(self) -> EpisodePlayer:
+        """Return what plays single episodes, which the script submits, until the session ends.
+
+        While they run, ``evaluate`` is refused, and ``train``, too, unless ``runner.max_staleness`` is 1 or more.
+
+        Raises:
+            EmbodrlError: there is no ``rollout.workflow``, other processes act, or rollouts ahead of training have the
+                environments (``session-episodes``).
+        """
+        rollouts, config = self._learner.parts.rollouts, self.config
+        if self._episodes is not None:
+            return self._episodes
+        problem = hint = ""
+        if config.rollout.workflow is None:
+            problem = "there is no workflow that plays single episodes"
+            hint = f"set rollout.workflow={_CHUNKS} and env.train.auto_reset=false"
+        elif not isinstance(rollouts, LocalBackend):
+            problem, hint = "other processes act", "keep the default placement of rollout"
+        elif config.env.enable_offload or config.rollout.enable_offload:
+            problem = "simulators or weights leave their memory for training"
+            hint = "set env.enable_offload=false and rollout.enable_offload=false"
+        elif self._has_played and config.runner.max_staleness:
+            problem, hint = "rollouts ahead of training have the environments", "call it before the first rollout()"
+        if problem:
+            raise _refused(problem, hint)
+        assert isinstance(rollouts, LocalBackend)
+        keep_frames = self._learner.parts.rewards.judging.keep_frames
+        self._episodes = EpisodePlayer(config, rollouts.pool, rollouts.engine, keep_frames)
+        self._closing.callback(self._episodes.close)
+        return self._episodes
+
+    def rollout(self, batch: TrajectoryBatch | None = None) -> TrajectoryBatch:
         """Begin an iteration: play episodes, judge them, and add the log-probs of other policies that the loss reads.
+
+        Args:
+            batch: of ``EpisodePlayer.batch``, with as many episodes as a rollout, in place of playing them; None plays.
 
         Returns:
             chunks of all environments, (T, B, ...); see ``embodrl.TrajectoryBatch``. Its columns may be replaced.
@@ -134,16 +174,25 @@ class Session:
         learner = self._learner
         if self._walk is not None:
             raise _out_of_order("rollout", "the iteration before has not ended", "call train and sync first")
+        if batch is None:
+            self._check_idle("rollout", ahead=False)
+            self._has_played = True
+        else:
+            self._check_batch(batch)
         walk = Walk(learner.graph, learner.open_iteration(self.iteration), learner.before_node)
-        batch: object = None
+        found: object = batch
         try:
             while (node := walk.next()) is not None and node.role != "advantage":
-                batch = _run(walk, node, *(() if batch is None else (batch,)))
+                if node.role == "rollout" and batch is not None:
+                    steps: dict[str, float | None] = {"env_steps": batch.meta["env_steps"]}
+                    walk.end(node, None, rollout_metrics([meta_of(batch)]) | steps)
+                    continue
+                found = _run(walk, node, *(() if found is None else (found,)))
         except BaseException:  # raised again
             learner.undo()
             raise
         self._walk = walk
-        return cast("TrajectoryBatch", batch).with_inputs()  # the pipeline's nodes return batches
+        return cast("TrajectoryBatch", found).with_inputs()  # the pipeline's nodes return batches
 
     def advantages(self, batch: TrajectoryBatch) -> Advantages:
         """Estimate advantages and returns with ``algorithm.adv_type``; or make ``embodrl.Advantages`` by other means.
@@ -174,6 +223,7 @@ class Session:
             EmbodrlError: there was no rollout since the last update (``session-order``), or the run can't use the loss
                 (``session-loss``, ``function-parameter-unknown``).
         """
+        self._check_idle("train", ahead=True)
         given = {} if loss is None else {"loss": self._usable(loss)}
         walk, node = self._next("train", "advantage", "train")
         if node.role == "advantage":
@@ -206,6 +256,7 @@ class Session:
             video_dir: directory for videos; None for none.
         """
         learner = self._learner
+        self._check_idle("evaluate", ahead=False)
         learner.phases.enter("act")
         directory = None if video_dir is None else Path(video_dir)
         return evaluation_of(learner.parts.rollouts.evaluate(directory, every_decoding=True))
@@ -227,6 +278,29 @@ class Session:
                 code="session-closed",
             )
         return self._started
+
+    def _check_idle(self, step: str, ahead: bool) -> None:
+        """Refuse a step that would take environments, or weights, from submitted episodes.
+
+        Args:
+            step: name of the step.
+            ahead: it is possible beside them if they act with a copy of the weights.
+        """
+        if self._episodes is None or (ahead and self.config.runner.max_staleness):
+            return
+        if step == "rollout" and self.config.runner.max_staleness:
+            raise _refused("rollouts ahead of training would take the environments", "pass rollout() a batch of them")
+        if not self._episodes.is_idle:
+            raise _refused(f"{step} is called while submitted episodes run", "pause() and wait() for them before")
+
+    def _check_batch(self, batch: TrajectoryBatch) -> None:
+        config = self.config
+        count = config.env.train.total_num_envs * config.algorithm.rollout_epoch
+        if config.algorithm.filter.enabled:
+            raise _refused("dynamic sampling plays further rollouts", "set algorithm.filter.enabled=false")
+        if "episodes" not in batch.meta or batch.batch_size[1] != count:
+            problem = f"an update takes {count} submitted episodes, and the batch has {batch.batch_size[1]}"
+            raise _refused(problem, f"make it with EpisodePlayer.batch, of {count} episodes")
 
     def _usable(self, loss: Callable[..., LossOutput]) -> Callable[..., LossOutput] | str:
         """Return the loss as the engine takes it: a function, or its name where other processes train."""
@@ -282,8 +356,13 @@ def _is_importable(label: str, function: object) -> bool:
         return False
 
 
+_CHUNKS = "embodrl.workers.workflows.workflow:ChunkWorkflow"
 _STEPS = {"advantage": "advantages or train", "train": "train", "sync": "sync"}
 """Role of a node -> the steps that run it."""
+
+
+def _refused(problem: str, hint: str) -> EmbodrlError:
+    return EmbodrlError(problem, hint, code="session-episodes")
 
 
 def _out_of_order(step: str, problem: str, hint: str) -> EmbodrlError:

@@ -1,4 +1,10 @@
-"""AReaL's spelling of a task runner (``areal.core.async_task_runner``)."""
+"""AReaL's spelling of a task runner (``areal.core.async_task_runner``) and of workflows (``areal.api``).
+
+A workflow of AReaL's imports ``RolloutWorkflow``, ``ModelRequest`` and ``GenerationHyperparameters`` from here, and
+gets ``Tokenizer`` as its tokenizer. Without a counterpart: images, sampling by request (``algorithm.sampling`` is the
+run's), several samples of one episode (``algorithm.group_size``), interactions of an OpenAI client, and the engine's
+``submit``, ``wait`` and weights, which are of ``embodrl.Session``.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,24 @@ import logging
 import random
 import threading
 import time
+import uuid
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar, overload
 
-from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
-from embodrl.workers.workflows import task_runner
+import torch
+
+from embodrl.envs.environment import Environment
+from embodrl.errors import EmbodrlError, TaskIdTaken, TaskQueueFull, TaskRunnerError, WorkflowError
+from embodrl.hybrid_engines.rollout.batched import Completion, EpisodeEngine
+from embodrl.models.common.chat import Conversation
+from embodrl.models.planner import tokenizer as planner
+from embodrl.models.planner.policy import TOKENS
+from embodrl.types import TOKEN_MASK, Observation, PolicyOutput
+from embodrl.workers.workflows import task_runner, workflow
+from embodrl.workers.workflows.workflow import EpisodeTask, Trajectory
 
 T = TypeVar("T")
 TaskQueueFullError = TaskQueueFull
@@ -190,3 +207,194 @@ class AsyncTaskRunner(Generic[T]):
         if self.enable_tracing:
             self.logger.info("task %s has ended", task_id)
         return TimedResult(started, data, task_id)
+
+
+# -- workflows ---------------------------------------------------------------------------------------------------------
+
+
+class GenerationHyperparameters:
+    """How a request is answered: once. Everything else is the run's.
+
+    Raises:
+        EmbodrlError: another setting (``areal-counterpart``).
+    """
+
+    def __init__(self, n_samples: int = 1, **others: object) -> None:
+        if others:
+            raise _without_counterpart(
+                f"a request sets {', '.join(sorted(others))}",
+                "set algorithm.sampling and model.planner.max_new_tokens for the run",
+            )
+        self.n_samples = n_samples
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """Return a copy with other values."""
+        return GenerationHyperparameters(**({"n_samples": self.n_samples} | changes))
+
+
+class Tokenizer:
+    """The bytes of ``model=planner``, with the methods of a tokenizer of transformers that workflows call."""
+
+    eos_token_id = planner.END
+    pad_token_id = planner.PAD
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Return the tokens of messages; with ``add_generation_prompt`` also those that the answer follows."""
+        if not tokenize:
+            raise _without_counterpart("a chat template without tokens", "leave tokenize out")
+        ids = planner.encode(Conversation.of(messages, tools))
+        return ids if add_generation_prompt else ids[:-1]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without marks."""
+        return planner.decode(list(ids))
+
+
+@dataclass
+class ModelRequest:
+    """A prompt to be continued.
+
+    Attributes:
+        input_ids: tokens of ``Tokenizer.apply_chat_template``.
+        metadata: ``tool_choice`` as in ``EpisodeEngine.generate``; anything else is the workflow's.
+    """
+
+    rid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    input_ids: list[int] = field(default_factory=list[int])
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    tokenizer: Tokenizer | None = None
+
+
+@dataclass
+class ModelResponse:
+    """What was written, token by token.
+
+    Attributes:
+        stop_reason: ``length`` if the message was cut off after ``model.planner.max_new_tokens``.
+    """
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: Literal["length", "stop"]
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def input_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        """Tokens written."""
+        return len(self.output_tokens)
+
+
+class InferenceEngine:
+    """The engine as an episode of AReaL's sees it.
+
+    Attributes:
+        completions: messages written so far.
+    """
+
+    def __init__(self, engine: EpisodeEngine) -> None:
+        self._engine = engine
+        self.completions: list[Completion] = []
+
+    def get_version(self) -> int:
+        """Return the number of updates behind the weights."""
+        return self._engine.version
+
+    async def act(self, observation: Observation) -> PolicyOutput:
+        """Choose a chunk of actions, as ``EpisodeEngine.act``; AReaL's engine has none."""
+        return await self._engine.act(observation)
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Write the next message of a prompt, in one batch with those of other episodes.
+
+        Raises:
+            EmbodrlError: several samples are asked for (``areal-counterpart``), the tokens are no prompt
+                (``planner-prompt``), or the policy writes no text (``policy-writes-no-text``).
+        """
+        if req.gconfig.n_samples != 1:
+            raise _without_counterpart(
+                f"a request for {req.gconfig.n_samples} samples", "ask for each with gconfig.new(n_samples=1)"
+            )
+        prompt = planner.read(req.input_ids)
+        messages = [{"role": role, "content": text} for role, text in prompt.messages]
+        choice = req.metadata.get("tool_choice", "auto")
+        completion = await self._engine.generate(messages, prompt.tools, choice)
+        self.completions.append(completion)
+        output, inputs = completion.output, completion.output.forward_inputs
+        mask = inputs[TOKEN_MASK][0]
+        written: list[int] = inputs[TOKENS][0][mask].tolist()
+        return ModelResponse(
+            inputs["input_ids"][0][inputs["attention_mask"][0]].tolist(),
+            written,
+            output.logprobs[0, :, 0][mask].tolist(),
+            [output.version] * len(written),
+            "stop" if written[-1] == planner.END else "length",
+            req.tokenizer,
+        )
+
+
+class RolloutWorkflow(workflow.RolloutWorkflow):
+    """A workflow with AReaL's method; ``rollout.workflow`` and ``EpisodePlayer.submit`` take it.
+
+    Messages are trained on as they were generated, in this order, and the last one gets the episode's reward; it counts
+    as solved if that is above 0.
+    """
+
+    @abstractmethod
+    async def arun_episode(
+        self, engine: InferenceEngine, data: dict[str, Any]
+    ) -> Mapping[str, Any] | Trajectory | None:
+        """Run one episode.
+
+        Args:
+            engine: writes messages, and chooses actions.
+            data: what was submitted, with the environment, ``env``, and the task, ``episode`` (``EpisodeTask``).
+
+        Returns:
+            a mapping with ``rewards``, of one element; its ``loss_mask``, if any, covers all that was written. Or a
+            ``Trajectory``, or None to reject the episode.
+        """
+
+    async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
+        """Run an episode of AReaL's; see ``embodrl.RolloutWorkflow``.
+
+        Raises:
+            WorkflowError: what it returned is not one episode of the messages written (``workflow-trajectory``).
+        """
+        seen = InferenceEngine(engine)
+        found = await self.arun_episode(seen, {**task.data, "env": env, "episode": task})
+        if found is None or isinstance(found, Trajectory):
+            return found
+        written = sum(int(each.output.forward_inputs[TOKEN_MASK].sum()) for each in seen.completions)
+        rewards = torch.as_tensor(found.get("rewards", ())).flatten().tolist()
+        problem = hint = ""
+        if not seen.completions or len(rewards) != 1:
+            problem = f"{len(rewards)} rewards for {len(seen.completions)} messages"
+            hint = "return one sample with rewards of one element; algorithm.group_size makes groups"
+        elif "loss_mask" in found and int(torch.as_tensor(found["loss_mask"]).sum()) != written:
+            problem, hint = "a loss_mask of other tokens than those written", "set it to 1 where tokens were written"
+        if problem:
+            raise WorkflowError(f"arun_episode returned {problem}", hint, code="workflow-trajectory")
+        trajectory = Trajectory(task)
+        for number, completion in enumerate(seen.completions, 1):
+            ends = number == len(seen.completions)
+            reward = rewards[0] if ends else 0.0
+            trajectory.add_message(completion, reward, terminated=ends, success=ends and reward > 0)
+        return trajectory
+
+
+def _without_counterpart(what: str, hint: str) -> EmbodrlError:
+    return EmbodrlError(f"{what}, which has no counterpart here", hint, code="areal-counterpart")

@@ -17,7 +17,7 @@ from embodrl.algorithms.dagger import dagger, distance
 from embodrl.config.schema import DEVICES, Config, DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.envs.real_time.devices import Device, open_device, wanted_action
+from embodrl.envs.real_time.devices import Device, open_device, show, wanted_action
 from embodrl.envs.robot.spec import EXPERT as SCRIPTED
 from embodrl.errors import EnvTimeout, EnvWorkerDied, UsageError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
@@ -111,6 +111,7 @@ class Person:
         """Do nothing: a person sees the start of an episode."""
 
     def correct(self, observation: Observation, actions: Actions) -> Corrected:
+        show(self._device, observation)
         wanted = wanted_action(self._device, actions.shape[-1])
         if wanted is None:
             return actions, np.full(len(actions), POLICY)

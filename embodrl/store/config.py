@@ -42,7 +42,7 @@ class StoreConfig(Section):
     )
     intervention: PathText | None = Field(
         default=None,
-        description="who may correct a collector's policy: a person at the keyboard or a spacemouse, or a"
+        description="who may correct a collector's policy: a person at a keyboard, spacemouse or browser, or a"
         " stand-in for one by the rule of algorithm.dagger: expert (the scripted one) or the directory of a policy",
     )
     steps_per_episode: PositiveFloat = Field(

@@ -157,7 +157,7 @@ def intervention_is_possible(context: Context) -> Iterator[Finding]:
         missing = [] if tasks is None else [task for task in config.env.tasks if task not in tasks]
         if missing:
             message = f"{config.env.env_type} has no scripted expert of {', '.join(missing)}"
-            yield Finding(key, message, "name a policy, keyboard or spacemouse", others=("env.tasks",))
+            yield Finding(key, message, "name a policy, keyboard, spacemouse or browser", others=("env.tasks",))
     elif path_kind(name) != "directory":
         allowed = f"{EXPERT}, {', '.join(DEVICES)}, or the directory of a policy"
         yield Finding(key, f"no such directory: {name}", "correct the name", allowed)

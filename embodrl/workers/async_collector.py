@@ -35,7 +35,7 @@ from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
 from embodrl.workers.recorders import NOT_JUDGED, Judging
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.staleness import StalenessGate
-from embodrl.workers.streaming import StreamRunner
+from embodrl.workers.streaming import ShardStream
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class AsyncCollector:
         self,
         config: Config,
         schedule: EpisodeSchedule,
-        runners: Sequence[EpisodeRunner] | Sequence[StreamRunner],
+        runners: Sequence[EpisodeRunner | ShardStream],
         target: WeightTarget,
         should_stop: Callable[[], bool],
         rewards: RewardWorker | None = None,
@@ -142,7 +142,7 @@ class AsyncCollector:
         self.schedule = schedule
         self.rewards = rewards
         self.num_parts = count = sum(
-            runner.num_shards if isinstance(runner, StreamRunner) else 1 for runner in self.runners
+            runner.num_shards if isinstance(runner, ShardStream) else 1 for runner in self.runners
         )
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
         self._shards = _Shards()
@@ -274,9 +274,9 @@ class AsyncCollector:
             for thread in self._threads:
                 thread.start()
 
-    def _work(self, episode_runner: EpisodeRunner | StreamRunner) -> None:
+    def _work(self, episode_runner: EpisodeRunner | ShardStream) -> None:
         try:
-            if isinstance(episode_runner, StreamRunner):
+            if isinstance(episode_runner, ShardStream):
                 episode_runner.run(self, _SHARDS_A_JOURNAL * episode_runner.num_shards)
                 return
             # Kept until the end: a simulator that this thread restarted would die with it.

@@ -17,7 +17,7 @@ from torch import Tensor
 from embodrl.algorithms.dagger import beta_of, dagger, distance
 from embodrl.config.schema import DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY, encode_words
-from embodrl.envs.real_time.devices import Device, wanted_action
+from embodrl.envs.real_time.devices import Device, show, wanted_action
 from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.experts import Labeller
@@ -59,6 +59,7 @@ class PersonCorrector:
         """Do nothing: the person sees that an episode begins."""
 
     def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
+        show(self.device, observation)
         wanted = wanted_action(self.device, output.actions.shape[-1])
         source = torch.full((len(output.actions),), POLICY if wanted is None else HUMAN, dtype=torch.int8)
         if wanted is not None:

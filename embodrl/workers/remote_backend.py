@@ -38,7 +38,8 @@ from embodrl.workers.evaluator import EpisodeResults, EvalResult, Played, evalua
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
-from embodrl.workers.rollout_process import Gathered, RolloutProcess
+from embodrl.workers.rollout_process import Gathered, RolloutProcess, Streamed, StreamedShard
+from embodrl.workers.streaming import ShardSource, ShardStream
 from embodrl.workers.supervised import START_TIMEOUT_S, SupervisedProcesses, channels_of
 from embodrl.workers.weights import LocalSender, WeightChannel
 
@@ -381,7 +382,8 @@ class RemoteBackend(RemoteProcesses, RolloutBackend):
         self._files = itertools.count()
         self.collector: Collector
         if config.runner.max_staleness:
-            runners = [RemoteRunner(self, rank) for rank in range(self.size)]
+            kind = RemoteStream if config.rollout.streaming else RemoteRunner
+            runners = [kind(self, rank) for rank in range(self.size)]
             schedule = EpisodeSchedule(config, self.about["num_envs"] * self.size, len(self.tasks))
             self.collector = AsyncCollector(config, schedule, runners, self, should_stop, self.rewards)
         else:
@@ -392,7 +394,7 @@ class RemoteBackend(RemoteProcesses, RolloutBackend):
         self.collector.close()
         super().close()
 
-    def accept_batch(self, answer: Gathered) -> TrajectoryBatch:
+    def accept_batch(self, answer: Gathered | StreamedShard) -> TrajectoryBatch:
         """Return the batch of an answer, and register its rewards with the reward worker."""
         batch = answer["batch"]
         if SHARED in batch.meta:
@@ -529,3 +531,37 @@ class RemoteRunner:
 
     def rebuild(self) -> None:
         self.rollouts.call_all("rebuild", ranks=[self.rank])
+
+
+class RemoteStream(ShardStream):
+    """A rollout process as a stream of AsyncCollector.
+
+    A request names all shards that run in the process, so that a replacement begins those of its predecessor.
+    """
+
+    def __init__(self, rollouts: RemoteBackend, rank: int) -> None:
+        self.rollouts = rollouts
+        self.rank = rank
+        self.num_shards = rollouts.about["num_envs"] // rollouts.config.algorithm.group_size
+
+    def run(self, source: ShardSource, shards_a_journal: int) -> None:
+        running: dict[int, Shard] = {}
+        while not source.is_over():
+            while len(running) < self.num_shards and (given := source.begin_now()) is not None:
+                number, shard = given
+                running[number] = shard
+            if not running:
+                source.wait()
+                continue
+            shards = [(number, dict(vars(shard))) for number, shard in running.items()]
+            try:
+                answer: Streamed = self.rollouts.call(
+                    "stream", [(shards, shards_a_journal)], [self.rank], source.is_over
+                )[0]
+            except InterruptedError:
+                break
+            for ended in answer["ended"]:
+                batch = self.rollouts.accept_batch(ended)
+                del running[ended["number"]]
+                source.finished(ended["number"], batch)
+        source.interrupted(list(running))

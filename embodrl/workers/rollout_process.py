@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import DetachedRewards, RewardWorker
 from embodrl.workers.rollout_backend import make_sync_collector
+from embodrl.workers.streaming import StreamRunner, play_given
 
 _MAX_DESCRIPTORS = 512
 """Memory files that a process has open, or that are on their way to others; the usual limit is 1024."""
@@ -56,6 +57,20 @@ class Gathered(Answer):
     metas: list[ShardMeta]
 
 
+class StreamedShard(TypedDict):
+    """A shard that has ended in a stream."""
+
+    number: int
+    batch: TrajectoryBatch
+    rewards: DetachedRewards | None
+
+
+class Streamed(Answer):
+    """Answer to a request for what ends next."""
+
+    ended: list[StreamedShard]
+
+
 class RolloutProcess(ActingProcess):
     """Collects and evaluates for the driver, which calls the methods; ``call`` numbers its requests."""
 
@@ -71,7 +86,10 @@ class RolloutProcess(ActingProcess):
             judging = self.rewards.judging
         self._collector: SyncCollector | None = None
         self._runner: EpisodeRunner | None = None
-        if config.runner.max_staleness:
+        self._stream: StreamRunner | None = None
+        if config.rollout.streaming:
+            self._stream = StreamRunner(mine, self.pool, self.engine, judging)
+        elif config.runner.max_staleness:
             # Requests are served one after another: several pipeline stages would only make batches smaller.
             rollout = mine.rollout.model_copy(update={"pipeline_stages": 1})
             alone = mine.model_copy(update={"rollout": rollout})
@@ -127,19 +145,38 @@ class RolloutProcess(ActingProcess):
         """Like ``gather``, for a shard of an asynchronous run."""
         return self._rolled_out(call, lambda: self.runner.roll_out(Shard(**shard), self.should_stop))
 
+    @dispatch()
+    def stream(
+        self, call: int, shards: Sequence[tuple[int, dict[str, Any]]], shards_a_journal: int
+    ) -> dict[str, object] | None:
+        """Return what ends next of numbered shards; None if interrupted. See ``play_given``."""
+        assert self._stream is not None
+        self.begin(call)
+        given = {number: Shard(**shard) for number, shard in shards}
+        try:
+            ended: list[StreamedShard] = [
+                {"number": number, "batch": batch, "rewards": self._rewards_of(batch)}
+                for number, batch in play_given(self._stream, given, shards_a_journal, self.should_stop)
+            ]
+        except InterruptedError:
+            return None
+        return {"ended": ended, "carried": self._random_numbers(), **self.faults()}
+
+    def _rewards_of(self, batch: TrajectoryBatch) -> DetachedRewards | None:
+        return None if self.rewards is None else self.rewards.detach(batch, self.should_stop)
+
+    def _random_numbers(self) -> Snapshot:
+        return {"metas": [], "random": self.engine.random_state(), "before": None}
+
     def _rolled_out(self, call: int, roll_out: Callable[[], TrajectoryBatch]) -> dict[str, object] | None:
         self.begin(call)
         try:
             batch = roll_out()
-            rewards = None if self.rewards is None else self.rewards.detach(batch, self.should_stop)
+            rewards = self._rewards_of(batch)
             batch = shared_memory_batch(batch) if self._shares_inputs else batch
         except InterruptedError:
             return None
-        carried: Snapshot
-        if self.is_asynchronous:
-            carried = {"metas": [], "random": self.engine.random_state(), "before": None}
-        else:
-            carried = self.collector.snapshot()
+        carried = self._random_numbers() if self.is_asynchronous else self.collector.snapshot()
         return {
             "batch": batch,
             "rewards": rewards,

@@ -9,7 +9,8 @@ G environments of a group.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -52,6 +53,23 @@ class ShardSource(Protocol):
         ...
 
 
+class ShardStream(ABC):
+    """Environments that play several shards at once, each of which begins and ends by itself.
+
+    Attributes:
+        num_shards: shards that run at once.
+    """
+
+    num_shards: int
+
+    @abstractmethod
+    def run(self, source: ShardSource, shards_a_journal: int) -> None:
+        """Play until the source needs no more; then return the shards in progress.
+
+        After so many shards none begins until all have ended, and the simulators drop their history.
+        """
+
+
 @dataclass
 class _Slot:
     """A group of environments, and its shard in progress."""
@@ -73,13 +91,10 @@ class _Slot:
         return np.ones(len(self.rows), np.bool_) if self.last is None else self.last.going
 
 
-class StreamRunner:
+class StreamRunner(ShardStream):
     """Plays shards of one group each in all environments of a pool, without auto-reset.
 
     Sampling depends on the shard alone, for policies that draw by row; so do seeds and tasks.
-
-    Attributes:
-        num_shards: shards that run at once.
     """
 
     def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging = NOT_JUDGED) -> None:
@@ -95,38 +110,46 @@ class StreamRunner:
             self._slots.append(_Slot(np.arange(first, first + size), outcomes, recorders))
         self.num_shards = len(self._slots)
         self._observation: Observation | None = None
+        self._ended = 0  # since the simulators dropped their history
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the shards in progress."""
+        return [slot.number for slot in self._slots if slot.number is not None]
 
     def run(self, source: ShardSource, shards_a_journal: int) -> None:
-        """Play until the source needs no more; then return the shards in progress.
-
-        After so many shards none begins until all have ended, and the simulators drop their history.
-        """
-        ended = 0
         while not source.is_over():
-            if ended < shards_a_journal:
-                self._begin(source)
-            running = [slot for slot in self._slots if slot.number is not None]
-            if not running:
-                source.wait()
-                continue
-            self._step()
-            over = [slot for slot in running if not slot.going.any() or slot.count == self.config.rollout_chunks]
-            ended += len(over)
-            if ended >= shards_a_journal and len(over) == len(running):
-                # Before they are reported: others may use the simulators while no shard is under way.
-                self.pool.call("rebuild", restart=True)
-                self._observation = None
-                ended = 0
-            for slot in over:
-                assert slot.number is not None
-                number, slot.number = slot.number, None
-                source.finished(number, self._batch(slot))
-        self._give_back(source)
+            self.turn(source, shards_a_journal)
+        source.interrupted(self.drop(()))
 
-    def _give_back(self, source: ShardSource) -> None:
-        source.interrupted([slot.number for slot in self._slots if slot.number is not None])
-        for slot in self._slots:
+    def turn(self, source: ShardSource, shards_a_journal: int) -> None:
+        """Begin shards where there is room, play a chunk in every environment that acts, and report what has ended."""
+        if self._ended < shards_a_journal:
+            self._begin(source)
+        running = [slot for slot in self._slots if slot.number is not None]
+        if not running:
+            source.wait()
+            return
+        self._step()
+        over = [slot for slot in running if not slot.going.any() or slot.count == self.config.rollout_chunks]
+        self._ended += len(over)
+        if self._ended >= shards_a_journal and len(over) == len(running):
+            # Before they are reported: others may use the simulators while no shard is under way.
+            self.pool.call("rebuild", restart=True)
+            self._observation = None
+            self._ended = 0
+        for slot in over:
+            assert slot.number is not None
+            number, slot.number = slot.number, None
+            source.finished(number, self._batch(slot))
+
+    def drop(self, kept: Container[int]) -> list[int]:
+        """Break shards off, except those of these numbers; return the numbers of the others."""
+        dropped = [slot for slot in self._slots if slot.number is not None and slot.number not in kept]
+        numbers = [slot.number for slot in dropped if slot.number is not None]
+        for slot in dropped:
             slot.number = None
+        return numbers
 
     def _begin(self, source: ShardSource) -> None:
         """Begin shards in free groups, as many as may begin."""
@@ -151,7 +174,7 @@ class StreamRunner:
         self._observation = self.pool.reset(seeds[rows], tasks[rows], rows)
         if self.pool.faults.restarts != restarts:
             # A process that was restarted has restarted all its episodes, and no result of a step says so.
-            self._give_back(source)
+            source.interrupted(self.drop(()))
             return
         for slot in begun:
             first = self._observation.select(slot.rows)
@@ -206,6 +229,60 @@ class StreamRunner:
         batch = stacked(slot.recorders, slot.shard.group_id)
         batch.meta = dict(shard_meta(batch, slot.outcomes.stats, slot.seconds))
         return batch
+
+
+class _Given:
+    """Shards that another process gives out, as a source of one request.
+
+    Attributes:
+        ended: shards that have ended, with their numbers.
+    """
+
+    def __init__(self, runner: StreamRunner, shards: Mapping[int, Shard], should_stop: Callable[[], bool]) -> None:
+        self.ended: list[tuple[int, TrajectoryBatch]] = []
+        self._shards = shards
+        self._due = [number for number in shards if number not in runner.numbers]
+        self._should_stop = should_stop
+
+    def begin_now(self) -> tuple[int, Shard] | None:
+        if not self._due:
+            return None
+        number = self._due.pop(0)
+        return number, self._shards[number]
+
+    def finished(self, number: int, batch: TrajectoryBatch) -> None:
+        self.ended.append((number, batch))
+
+    def interrupted(self, numbers: Sequence[int]) -> None:
+        self._due += numbers
+
+    def is_over(self) -> bool:
+        return self._should_stop()
+
+    def wait(self) -> None:
+        """Do nothing: shards that could not begin now do so in the next turn."""
+
+
+def play_given(
+    runner: StreamRunner, shards: Mapping[int, Shard], shards_a_journal: int, should_stop: Callable[[], bool]
+) -> list[tuple[int, TrajectoryBatch]]:
+    """Go on with shards until some end, or after a chunk if there is room for others; return what has ended.
+
+    Shards that have not begun begin; others in progress are broken off.
+
+    Raises:
+        InterruptedError: ``should_stop`` returned True.
+    """
+    runner.drop(shards)
+    source = _Given(runner, shards, should_stop)
+    while not source.ended:
+        if source.is_over():
+            runner.drop(())
+            raise InterruptedError
+        runner.turn(source, shards_a_journal)
+        if len(shards) < runner.num_shards:
+            break
+    return source.ended
 
 
 def _chunk_of(

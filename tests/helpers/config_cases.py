@@ -226,7 +226,6 @@ RULES = [
     Wrong("stream without staleness", "runner.max_staleness", STREAMS, (STREAM, *EPISODES)),
     Wrong("stream with auto-reset", "env.train.auto_reset", STREAMS, (STREAM, *AHEAD)),
     Wrong("stream of workflows", KEY, STREAMS, (STREAM, *AHEAD, WORKFLOW, *EPISODES)),
-    Wrong("stream of processes", "rollout.streaming", STREAMS, (STREAM, *AHEAD, *EPISODES, "rollout.own_process=true")),
     Wrong(
         "stages and processes", "rollout.pipeline_stages", "stages-are-whole-processes", ("rollout.pipeline_stages=4",)
     ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import yaml
 from fork_server import fork_servers
 
 from embodrl.reporting.rows import is_measured
@@ -60,6 +61,16 @@ model:
   value_head: {hidden_sizes: [8]}
 """
 """Large enough to learn the toy environment from demonstrations in seconds."""
+
+
+def tiny() -> dict[str, object]:
+    """Return the smallest run as a mapping."""
+    config = yaml.safe_load(TINY)
+    config["runner"] |= {"max_iterations": 1, "eval_interval": 0, "logger": {"tensorboard": False, "console": "off"}}
+    config["actor"]["optim"]["critic_warmup_iterations"] = 0
+    config["extensions"] = []
+    config["env"]["num_processes"] = 1
+    return config
 
 
 @dataclass

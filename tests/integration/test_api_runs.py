@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from expect import raises_code
-from runs import TINY, TINY_POLICY, script
+from runs import TINY_POLICY, script, tiny
 from safetensors.torch import load_file
 
 import embodrl
@@ -24,16 +24,6 @@ from embodrl.workers.collector import SyncCollector
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
-
-
-def tiny() -> dict[str, object]:
-    """Return the smallest run as a mapping."""
-    config = yaml.safe_load(TINY)
-    config["runner"] |= {"max_iterations": 1, "eval_interval": 0, "logger": {"tensorboard": False, "console": "off"}}
-    config["actor"]["optim"]["critic_warmup_iterations"] = 0
-    config["extensions"] = []
-    config["env"]["num_processes"] = 1
-    return config
 
 
 def test_training_evaluation_and_loading_from_a_script(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 ITERATIONS = 6
 SHARDS = 2  # an update: two stages
 STREAM = ("rollout.streaming=true", "env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=6")
+TWO = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
 ASYNC = (
     "rollout.pipeline_stages=2",
     "algorithm.decoupled.enabled=true",
@@ -100,6 +101,24 @@ def test_episodes_as_they_end_are_neither_lost_nor_repeated(config: Path, tmp_pa
     rows = metrics(run_dir)
     assert [row["iteration"] for row in rows] == list(range(ITERATIONS + 1))
     assert all(row["rollout/episodes"] == 4 and row["staleness/max"] <= 1 for row in rows[1:])
+
+
+def test_processes_stream_their_episodes_and_may_die(config: Path, tmp_path: Path) -> None:
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    settings = (*ASYNC, *STREAM, TWO, "rollout.pipeline_stages=1", "env.train.ignore_terminations=false")
+    settings = (*settings, "runner.max_staleness=1", "runner.max_iterations=3")
+    arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", *settings)
+    outcome = embodrl(*arguments, stop_at="act:2:SIGKILL:rank_1_once,log:3:SIGKILL", children=children)
+    assert outcome.code == -signal.SIGKILL, outcome.stderr
+    assert_gone(children)
+    check_ledger(run_dir, shards=4)
+    assert "restart 1 of 3 of a rollout process" in (run_dir / "logs" / "embodrl.log").read_text()
+    assert embodrl("resume", run_dir).code == 0
+    check_ledger(run_dir, shards=4)
+    rows = metrics(run_dir)
+    assert [row["iteration"] for row in rows] == list(range(4))
+    assert all(row["rollout/episodes"] == 4 and row["staleness/max"] <= 1 for row in rows[1:])
+    assert trained_shards(run_dir / "checkpoints" / "step_3")[1] == set(range(12))
 
 
 def test_a_signal_saves_the_rollouts_that_wait(config: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def robot_acts_alone(context: Context) -> Iterator[Finding]:
 
 
 def person_can_correct(context: Context, key: str, name: str) -> Iterator[Finding]:
-    """A person at the keyboard or space mouse named by ``key`` needs a clock, and a way to stop the robot."""
+    """A person at the device named by ``key`` needs a clock, and a way to stop the robot."""
     real_time = context.config.env.real_time
     if real_time.control_hz is None:
         message = f"a person at the {name} can't correct a policy without a clock"

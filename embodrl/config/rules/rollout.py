@@ -42,9 +42,9 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
         yield Finding("rollout.pipeline_stages", message, hint, "1", others=(KEY, "runner.max_staleness"))
 
 
-@rule("rollout.streaming", "rollout.workflow", "runner.max_staleness", "env.train.auto_reset", "cluster")
+@rule("rollout.streaming", "rollout.workflow", "runner.max_staleness", "env.train.auto_reset")
 def streams_are_of_single_episodes(context: Context) -> Iterator[Finding]:
-    """Updates of an asynchronous run take episodes that the main process plays, each from a reset to its end."""
+    """Updates of an asynchronous run take episodes that are played from a reset to their end."""
     config = context.config
     key = "rollout.streaming"
     if not config.rollout.streaming:
@@ -58,9 +58,6 @@ def streams_are_of_single_episodes(context: Context) -> Iterator[Finding]:
     if config.rollout.workflow is not None:
         message = "plays all environments of a stage until the last has ended"
         yield Finding(KEY, message, f"leave it out, or set {key}=false", "null", others=(key,))
-    if context.gathers_in_processes:
-        message = "rollout processes return rollouts of all their environments"
-        yield Finding(key, message, "set it to false, or keep the default placement of rollout", "false")
 
 
 @rule("rollout.replay", "algorithm", "rollout", "reward", "runner.max_iterations", "runner.max_staleness", "env.tasks")

@@ -224,7 +224,7 @@ class OffPolicyConfig(Section):
     )
     intervention_device: Annotated[str | None, AppliesIf("algorithm.off_policy.interventions")] = Field(
         default=None,
-        description="device with which a person corrects the policy: keyboard, spacemouse, or a custom"
+        description="device with which a person corrects the policy: keyboard, spacemouse, browser, or a custom"
         " module:function; null: a scripted expert takes control according to algorithm.dagger.gate_threshold",
     )
 

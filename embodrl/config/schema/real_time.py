@@ -27,7 +27,7 @@ class SafetyConfig(Section):
     )
 
 
-DEVICES = ("keyboard", "spacemouse")
+DEVICES = ("keyboard", "spacemouse", "browser")
 """Devices with which a person corrects a policy."""
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from embodrl.envs.real_time.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
 from embodrl.errors import MissingDependencyError, UsageError
 from embodrl.names import import_function
+from embodrl.types import Observation
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +70,23 @@ def wanted_action(device: Device, action_dim: int) -> NDArray[np.float32] | None
     return action.astype(np.float32)
 
 
-def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
-    """Return a device, opened: ``keyboard``, ``spacemouse``, or ``module:function`` called with A and the directory.
+def show(device: Device, observation: Observation) -> None:
+    """Show a person the first camera's picture ``uint8[H,W,3]``, if the device has a method ``show``."""
+    if callable(shown := getattr(device, "show", None)):
+        shown(observation.images[0, 0])
 
-    ``control_dir`` is the directory of signals to the robot, ``env.real_time.control_dir``. Raises
-    MissingDependencyError if the device's package is not installed, UsageError if the device is missing or the function
-    returned none.
+
+def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
+    """Return a device, opened: ``keyboard``, ``spacemouse``, ``browser``, or what ``module:function`` returns.
+
+    The function is called with A and ``control_dir``, the directory of signals to the robot
+    (``env.real_time.control_dir``). Raises MissingDependencyError if the device's package is not installed, UsageError
+    if the device is missing or the function returned none.
     """
+    if name == "browser":
+        from embodrl.envs.real_time.browser import Browser  # which has a keyboard
+
+        return Browser(action_dim, Controls(control_dir))
     if name in ("keyboard", "spacemouse"):
         make = Keyboard if name == "keyboard" else SpaceMouse
         return make(action_dim, Controls(control_dir))
@@ -123,7 +134,7 @@ class Keyboard:
 
     def read(self) -> NDArray[np.float32] | None:
         if self._keys is not None:
-            self._take(self._keys())
+            self.press(self._keys())
         now = self._now()
         if now - self._last_s >= HOLD_S:
             return None
@@ -137,9 +148,10 @@ class Keyboard:
 
     def _listen(self, terminal: Terminal) -> None:
         while (keys := terminal.pressed(_LISTEN_S)) is not None:
-            self._take(keys)
+            self.press(keys)
 
-    def _take(self, keys: str) -> None:
+    def press(self, keys: str) -> None:
+        """Note keys that are pressed now."""
         now = self._now()
         for key in keys:
             if key == CONTINUE:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from embodrl.errors import EmbodrlError
 from embodrl.models.common.chat import ROLES, Conversation
 
 END = 256
@@ -13,6 +15,8 @@ PAD = 257
 TOOLS = 258
 ROLE_IDS = {role: 259 + number for number, role in enumerate(ROLES)}
 VOCAB_SIZE = 263
+_TOOLS = "tools"
+_NAMES = {TOOLS: _TOOLS} | {number: role for role, number in ROLE_IDS.items()}
 WRITABLE = END + 1
 """K: the policy chooses among the bytes and the end of its message."""
 
@@ -26,6 +30,39 @@ def encode(conversation: Conversation) -> list[int]:
     for role, text in conversation.messages:
         ids += [ROLE_IDS[role], *_bytes(text), END]
     return [*ids, ROLE_IDS["assistant"]]
+
+
+def read(ids: Sequence[int]) -> Conversation:
+    """Return the conversation of a prompt, as ``encode`` writes it; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        EmbodrlError: the tokens are no prompt.
+    """
+    *parts, last = _parts(ids)
+    marked = [(_NAMES.get(mark), text) for mark, text in parts]
+    tools = ()
+    if marked and marked[0][0] == _TOOLS:
+        tools = tuple(json.loads(marked.pop(0)[1]))
+    messages = tuple((name, text) for name, text in marked if name is not None)
+    if last != (ROLE_IDS["assistant"], "") or not messages or any(name not in ROLES for name, _ in marked):
+        raise EmbodrlError(
+            "the tokens are no prompt of the planner",
+            "write messages with their roles, each ended by END, and the assistant's role at the end",
+            code="planner-prompt",
+        )
+    return Conversation(messages, tools)
+
+
+def _parts(ids: Sequence[int]) -> list[tuple[int, str]]:
+    """Return the marks of a prompt (-1 for none), each with the text up to END."""
+    found: list[tuple[int, list[int]]] = []
+    for token in ids:
+        if token in _NAMES:
+            found.append((token, []))
+        elif token != END:
+            found = found or [(-1, [])]
+            found[-1][1].append(token)
+    return [(mark, decode(text)) for mark, text in found] or [(-1, "")]
 
 
 def decode(ids: list[int]) -> str:

@@ -109,7 +109,7 @@ class WorkflowRunner:
             if tally.attempts == MAX_ATTEMPTS or tally.failed - failed == self.num_envs:
                 raise self.nothing_left(tally) from tally.first_error
         batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
-        batch.meta = shard_meta(batch, self._count(trajectories), tally.seconds) | {
+        batch.meta = shard_meta(batch, self.count(trajectories), tally.seconds) | {
             "counts": {"workflow/failed_episodes": tally.failed, "workflow/rejected_episodes": tally.rejected},
             "means": means,
         }
@@ -166,16 +166,25 @@ class WorkflowRunner:
         with AsyncTaskRunner(len(tasks), len(tasks), name="episodes") as runner:
             runner.pause()  # all begin together: the first calls go out as one request
             for row, task in enumerate(tasks):
-                runner.submit(self._run_episode, engines[row], environments[row], task, task_id=str(row))
+                runner.submit(self.run_episode, engines[row], environments[row], task, task_id=str(row))
             runner.resume()
             return self._wait(runner, len(tasks), should_stop)
 
-    async def _run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
+    async def run_episode(
+        self, engine: EpisodeEngine, env: Environment, task: EpisodeTask, workflow: RolloutWorkflow | None = None
+    ) -> Trajectory | None:
+        """Return what a workflow makes of an episode, checked; None uses the runner's workflow.
+
+        Raises:
+            EpisodeTimeout: it took longer than ``rollout.episode_timeout_s``.
+            WorkflowError: it returned no trajectory, or one that is too long.
+        """
+        workflow = workflow or self.workflow
         limit = self.config.rollout.episode_timeout_s
         clock = asyncio.timeout(limit)
         try:
             async with clock:
-                trajectory = await self.workflow.run_episode(engine, env, task)
+                trajectory = await workflow.run_episode(engine, env, task)
         except TimeoutError as error:
             if not clock.expired():
                 raise  # raised by the workflow itself
@@ -185,7 +194,7 @@ class WorkflowRunner:
             ) from error
         if trajectory is not None and (not isinstance(trajectory, Trajectory) or not trajectory.chunks):
             raise WorkflowError(
-                f"{type(self.workflow).__name__}.run_episode returned {trajectory!r:.100}",
+                f"{type(workflow).__name__}.run_episode returned {trajectory!r:.100}",
                 "return a Trajectory with at least one chunk, or None to reject the episode",
                 code="workflow-trajectory",
             )
@@ -231,7 +240,8 @@ class WorkflowRunner:
             f"fix {self.config.rollout.workflow or type(self.workflow).__name__}",
         )
 
-    def _count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
+    def count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
+        """Return what is known of the episodes."""
         stats = EpisodeStats.of(self.pool.spec.tasks)
         for trajectory in trajectories:
             if trajectory is None:

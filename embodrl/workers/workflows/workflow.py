@@ -32,6 +32,7 @@ class EpisodeTask:
         max_chunks: maximum length of a trajectory in chunks; in evaluations, that of an episode.
         iteration: iteration of the run; 0 in evaluations.
         keep_frames: record the first camera's images for judging.
+        data: what a script submitted with the episode (``EpisodePlayer.submit``); empty for others.
     """
 
     name: str
@@ -40,6 +41,7 @@ class EpisodeTask:
     max_chunks: int
     iteration: int
     keep_frames: bool = False
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
 
 
 @dataclass

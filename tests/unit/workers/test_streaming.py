@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from test_rollout import FaultyToy, KnownPolicy, ToyPool, config_of, worker_of
 from embodrl.envs.pool.local import LocalPool
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import EpisodeSchedule, RolloutState
-from embodrl.workers.streaming import StreamRunner
+from embodrl.workers.lockstep import Shard
+from embodrl.workers.remote_backend import RemoteStream
+from embodrl.workers.streaming import ShardStream, StreamRunner, play_given
 
 EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=8")
 STREAM = (*EPISODES, "runner.max_staleness=1", "rollout.streaming=true")
@@ -49,20 +52,60 @@ class ShortPool(ToyPool):
         self.start()
 
 
+class Processes:
+    """Answers as rollout processes would, each with a pool; each may die in one of its requests."""
+
+    def __init__(self, config: Any, make: Callable[[], StreamRunner], size: int) -> None:
+        self.config, self.make = config, make
+        self.runners = [make() for _ in range(size)]
+        self.about = {"num_envs": self.runners[0].pool.spec.num_envs}
+        self.dies_at: dict[int, int] = {}
+        self.asked: list[list[list[int]]] = [[] for _ in range(size)]
+
+    def call(self, method: str, arguments: Any, ranks: list[int], should_stop: Callable[[], bool]) -> list[Any]:
+        assert method == "stream"
+        ((shards, shards_a_journal),), (rank,) = arguments, ranks
+        given = {number: Shard(**shard) for number, shard in shards}
+        while True:
+            self.asked[rank].append([*given])
+            ended = play_given(self.runners[rank], given, shards_a_journal, should_stop)
+            if len(self.asked[rank]) != self.dies_at.get(rank):
+                return [{"ended": [{"number": n, "batch": batch, "rewards": None} for n, batch in ended]}]
+            self.runners[rank] = self.make()
+
+    def accept_batch(self, answer: Any) -> Any:
+        return answer["batch"]
+
+
 class Parts:
-    def __init__(self, *overrides: str, policy: RowPolicy | None = None, pool: Any = ToyPool) -> None:
+    def __init__(
+        self, *overrides: str, policy: RowPolicy | None = None, pool: Any = ToyPool, processes: int = 0
+    ) -> None:
         self.config = config_of(*STREAM, *overrides)
         self.policy = policy or RowPolicy()
-        self.pool = pool(self.config)
+        self.pools: list[Any] = []
         engine: Any = self.policy
-        self.runner = StreamRunner(self.config, self.pool, engine)
-        schedule = EpisodeSchedule(self.config, self.pool.spec.num_envs, len(self.pool.spec.tasks))
-        self.worker = AsyncCollector(self.config, schedule, [self.runner], engine, lambda: False)
+
+        def make() -> StreamRunner:
+            self.pools.append(pool(self.config))
+            return StreamRunner(self.config, self.pools[-1], engine)
+
+        streams: list[ShardStream]
+        if processes:
+            self.processes: Any = Processes(self.config, make, processes)
+            self.runner = self.processes.runners[0]
+            streams = [RemoteStream(self.processes, rank) for rank in range(processes)]
+        else:
+            self.runner = make()
+            streams = [self.runner]
+        self.pool = self.pools[0]
+        schedule = EpisodeSchedule(self.config, self.pool.spec.num_envs * len(streams), len(self.pool.spec.tasks))
+        self.worker = AsyncCollector(self.config, schedule, streams, engine, lambda: False)
 
 
-@pytest.fixture
-def started() -> Iterator[Callable[..., Any]]:
-    yield from closed_afterwards(Parts)
+@pytest.fixture(params=[0, 1], ids=["here", "in a process"])
+def started(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    yield from closed_afterwards(partial(Parts, processes=request.param))
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
@@ -149,3 +192,41 @@ def test_a_checkpoint_loses_and_repeats_no_episode(started: Any) -> None:
     played = [seed for one in (parts, resumed) for env in one.pool.envs for seeds in env.resets for seed in seeds]
     assert sorted(set(played) - {0}) == sorted(drawn.tolist())
     assert sum(int(batch.valid.any(-1).any(0).sum()) for batch in trained) == 12
+
+
+@pytest.mark.parametrize("started", [2], indirect=True)
+def test_who_dies_gives_its_episodes_to_its_successor(started: Any) -> None:
+    """Each is trained on once, under its number and within the bound, whoever plays it."""
+    small = ("env.train.total_num_envs=2", "env.tasks=[reach-red]", "env.max_episode_steps=16")
+    small += ("env.train.max_steps_per_rollout_epoch=16", "runner.max_iterations=4")
+    parts = started(*small, pool=ShortPool)
+    parts.processes.dies_at = {0: 1, 1: 2}
+    for version in range(4):
+        batch, metrics = parts.worker.gather(version)
+        assert metrics["rollout/episodes"] == parts.worker.gate.batch_size == 4
+        assert version - int(batch.policy_version[batch.valid.any(-1)].min()) <= 1
+        parts.worker.update_weights([], version + 1)
+    assert parts.worker.gate.version == 4 and parts.worker.gate.rejected == 0
+    assert not parts.worker.gate.running and parts.worker._shards.next == 16
+    assert len(parts.pools) == 4, "two processes and their successors"
+    of_first, of_second = [[{*asked} for asked in mine] for mine in parts.processes.asked]
+    assert of_first[0] == of_first[1] and of_second[1] == of_second[2], "a successor is asked for the same"
+    assert set.union(*of_first).isdisjoint(set.union(*of_second))
+    assert set.union(*of_first, *of_second) == {*range(16)}
+
+
+@pytest.mark.parametrize("started", [1], indirect=True)
+def test_a_process_with_room_is_asked_after_each_chunk(started: Any) -> None:
+    """So that what may begin later begins while the others go on."""
+    parts = started("runner.max_iterations=2")
+    runner = parts.runner
+    shards = {0: parts.worker._shard(0)}
+    assert play_given(runner, shards, 64, lambda: False) == [] and runner.numbers == [0]
+    both = shards | {1: parts.worker._shard(1)}
+    while not (ended := play_given(runner, both, 64, lambda: False)):
+        assert runner.numbers == [0, 1]
+    assert [number for number, _ in ended] == [0] and runner.numbers == [1], "the second began a chunk later"
+    assert play_given(runner, {2: parts.worker._shard(2)}, 64, lambda: False) == [] and runner.numbers == [2]
+    with pytest.raises(InterruptedError):
+        play_given(runner, {2: parts.worker._shard(2)}, 64, lambda: True)
+    assert runner.numbers == []
