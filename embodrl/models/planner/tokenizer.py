@@ -6,7 +6,7 @@ import functools
 import json
 from dataclasses import dataclass, field
 
-from embodrl.models.common.chat import ROLES, Conversation
+from embodrl.models.common.chat import ROLES, Conversation, WrittenText
 
 END = 256
 PAD = 257
@@ -28,9 +28,9 @@ def encode(conversation: Conversation) -> list[int]:
     return [*ids, ROLE_IDS["assistant"]]
 
 
-def decode(ids: list[int]) -> str:
-    """Return the text of written tokens without END; bytes that are no UTF-8 become U+FFFD."""
-    return bytes(i for i in ids if i < END).decode("utf-8", errors="replace")
+def decode(ids: list[int], prompt_tokens: int) -> WrittenText:
+    """Return the message of written tokens, the last of which may be END."""
+    return WrittenText(tuple(bytes([i]) for i in ids if i < END), END in ids, prompt_tokens)
 
 
 @dataclass
