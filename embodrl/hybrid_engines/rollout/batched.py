@@ -154,6 +154,11 @@ class EpisodeEngine:
         return self._shared.version
 
     @property
+    def temperature(self) -> float:
+        """Temperature of sampled messages (``algorithm.sampling.temperature``)."""
+        return self._shared.engine.sampling.temperature
+
+    @property
     def has_values(self) -> bool:
         """Whether values are wanted and ``act`` computes them."""
         return self._shared.compute_values
