@@ -221,9 +221,9 @@ class HttpListener(Listener):
         """Return (method, path, handler) of each route."""
         return [("GET", "/", self._websocket)]
 
-    def refusal(self, text: str, code: str, status: int) -> StreamResponse:
-        """Return the response to a request that is not admitted."""
-        return self.web.json_response({"error": text, "code": code}, status=status)
+    def refusal(self, content: dict[str, str], status: int) -> StreamResponse:
+        """Return the response to a request that is not admitted; ``content`` has ``error`` and ``code``."""
+        return self.web.json_response(content, status=status)
 
     async def body(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -315,11 +315,11 @@ class HttpListener(Listener):
             if not is_right and (self.service.token is not None or "Origin" in request.headers):
                 self.core.metrics.count("refused_total", self.name)
                 text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
-                return _close_after(self.refusal(text, "server-token", 401))
+                return _close_after(self.refusal({"error": text, "code": "server-token"}, 401))
             assert self._limiter is not None
             if self._connections >= min(self.service.settings.max_connections, self._limiter.most_admitted):
                 text = f"the server has {self._connections} clients (serve.max_connections, or half of ulimit -n)"
-                return _close_after(self.refusal(text, "server-full", 503))
+                return _close_after(self.refusal({"error": text, "code": "server-full"}, 503))
             self._limiter.admit(request.protocol)
             self._connections += 1
             self.core.metrics.count("connections", self.name)

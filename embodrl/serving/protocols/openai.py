@@ -44,8 +44,8 @@ class OpenaiListener(HttpListener):
             ("*", "/{path:.*}", self._unknown),
         ]
 
-    def refusal(self, text: str, code: str, status: int) -> StreamResponse:
-        return self.web.json_response(error_body(text, code, status), status=status)
+    def refusal(self, content: dict[str, str], status: int) -> StreamResponse:
+        return self.web.json_response(error_body(content["error"], content["code"], status), status=status)
 
     async def _complete(self, request: Request) -> StreamResponse:
         try:
@@ -79,12 +79,12 @@ class OpenaiListener(HttpListener):
         self.core.metrics.count("errors_total", self.name)
         status = status_of(error)
         code = error.code if isinstance(error, EmbodrlError) else "policy-raised"
-        return self.refusal(explain(error), code, 400 if status == 422 else status)
+        return self.refusal({"error": explain(error), "code": code}, 400 if status == 422 else status)
 
     def _no_model(self, name: str) -> StreamResponse:
         self.core.metrics.count("errors_total", self.name)
         error = WireError(f"there is no model {name!r:.60}", f"ask for '{self.model}'", code="model_not_found")
-        return self.refusal(explain(error), error.code, 404)
+        return self.refusal({"error": explain(error), "code": error.code}, 404)
 
     async def _models(self, request: Request) -> StreamResponse:
         return self.web.json_response({"object": "list", "data": [model_body(self.model, self._created)]})
@@ -97,4 +97,4 @@ class OpenaiListener(HttpListener):
 
     async def _unknown(self, request: Request) -> StreamResponse:
         text = f"{request.method} {request.path[:60]} is not served (POST /v1/chat/completions, GET /v1/models)"
-        return self.refusal(text, "chat-path", 404)
+        return self.refusal({"error": text, "code": "chat-path"}, 404)

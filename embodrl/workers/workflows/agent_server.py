@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from embodrl.envs.environment import Environment, ToolResult
-from embodrl.errors import EmbodrlError, WireError
+from embodrl.errors import EmbodrlError, WireError, WorkflowError
 from embodrl.hybrid_engines.rollout.batched import EpisodeEngine
 from embodrl.models.common.chat import Message
 from embodrl.serving.wire.chat_api import ChatRequest, completion_body, error_body, model_body, read_object, refused
@@ -219,14 +219,16 @@ class AgentServer:
         return handle
 
     def _failed(self, error: Exception) -> Response:
-        code, status = "agent-failed", 500
-        text = f"the episode can't go on: {type(error).__name__}"
-        if isinstance(error, EmbodrlError):
-            code, status = error.code, 500 if isinstance(error, BEYOND_REPAIR) else _STATUS.get(error.code, 400)
-            text = f"{error.message} ({error.hint})" if error.hint else error.message
+        status = 500
+        if not isinstance(error, EmbodrlError):
+            text = f"the episode can't go on: {type(error).__name__}"
+            error = WorkflowError(text, "see the run's log", code="agent-failed")
+        elif not isinstance(error, BEYOND_REPAIR):
+            status = _STATUS.get(error.code, 400)
+        text = f"{error.message} ({error.hint})" if error.hint else error.message
         # OpenAI's clients would repeat what has failed for good.
         headers = {"x-should-retry": "false"}
-        return self._web.json_response(error_body(text, code, status), status=status, headers=headers)
+        return self._web.json_response(error_body(text, error.code, status), status=status, headers=headers)
 
 
 async def _complete(session: AgentSession, request: Request) -> dict[str, Any]:
