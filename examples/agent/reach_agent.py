@@ -2,6 +2,10 @@
 
 pip install openai
 PYTHONPATH=examples/agent embodrl train --config examples/agent/config.yaml
+
+From random weights (seed 0) 40 iterations of GRPO raise the success of 64 evaluation episodes from 53 to 100 % with
+sampled messages, and from 59 to 100 % with the most probable ones, as in examples/planner, whose task and tool these
+are.
 """
 
 import base64
