@@ -434,6 +434,7 @@ class ServeProtocolSpec(Entry):
         client: class derived from ``Client`` with which model=remote queries such a server, or ``module:Class``; None:
             there is none.
         schemes: URL schemes, e.g. ``ws``.
+        serves_text: it carries messages of policies that write text (``ModelSpec.kind`` ``text``), not actions.
     """
 
     settings: type[Section] | str | None = None
@@ -441,6 +442,7 @@ class ServeProtocolSpec(Entry):
     has_tls: bool = True
     client: Callable[..., object] | str | None = None
     schemes: tuple[str, ...] = ()
+    serves_text: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

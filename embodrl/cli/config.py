@@ -36,7 +36,8 @@ def about() -> None:
 
 def say_what_ran(config: Config) -> None:
     """Name, on stderr, the user's code that checking the configuration has run."""
-    paths = (config.actor.optim.fn, config.pipeline.fn, config.reward.fn, config.rollout.workflow)
+    rollout = config.rollout
+    paths = (config.actor.optim.fn, config.pipeline.fn, config.reward.fn, rollout.agent, rollout.workflow)
     imported = [*config.extensions, *(path for path in paths if path is not None)]
     if imported:
         message = f"imported to check the settings: {', '.join(imported)}"

@@ -253,7 +253,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without marks."""
-        return planner.decode(list(ids))
+        return planner.decode(list(ids), 0).text
 
 
 @dataclass

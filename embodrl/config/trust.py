@@ -46,6 +46,7 @@ CODE_SETTINGS = {
     "recipe.rl": "settings of a stage, including any of these",
     "recipe.sft": "settings of a stage, including any of these",
     "reward.fn": "a function",
+    "rollout.agent": "a function",
     "rollout.workflow": "a class",
 }
 """Dotted key of each setting that runs code -> what it names."""

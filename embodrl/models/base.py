@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import BatchShapeError, EmbodrlError
 from embodrl.models.common import checkpoint
+from embodrl.models.common.chat import WrittenText
 from embodrl.models.common.condition import Condition, condition_observation
 from embodrl.models.common.merging import merged_state_dict
 from embodrl.types import MODES, ActMode, ChunkPrefix, Decoding, EvalOutput, Observation, PolicyOutput, SamplingParams
@@ -183,8 +184,11 @@ class VLAPolicy(nn.Module, ABC):
     ) -> EvalOutput:
         """Return log-probs, entropy and values of the actions stored in ``forward_inputs``, with gradients."""
 
-    def text_of(self, forward_inputs: Mapping[str, Tensor]) -> list[str]:
-        """Return the B messages in the ``forward_inputs`` of an output; only families that write text have any."""
+    def text_of(self, forward_inputs: Mapping[str, Tensor]) -> list[WrittenText]:
+        """Return the B messages in the ``forward_inputs`` of an output, as far as ``TOKEN_MASK`` reaches.
+
+        Only families that write text have any.
+        """
         raise EmbodrlError(
             f"{type(self).__name__} writes no text",
             "choose a family that does, such as model=planner, or ask for actions: engine.act",

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from embodrl.config.schema import ServeConfig
 from embodrl.errors import EmbodrlError, ServingError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.batched import select_output
 from embodrl.processes.batching import BatchPump, Request
 from embodrl.serving.metrics import Metrics
 from embodrl.serving.stall import BatchWatch
-from embodrl.types import ChunkPrefix, Observation, PolicyOutput
+from embodrl.types import ChunkPrefix, Decoding, Observation, PolicyOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class ServedChunk:
         version: number of updates behind the weights.
         infer_ms: compute time of the batch, in milliseconds.
         total_ms: milliseconds from the request's arrival to the response.
+        output: the row that the policy computed, a batch of one, of a request for a message; else None.
     """
 
     actions: NDArray[np.float32]
@@ -52,6 +54,22 @@ class ServedChunk:
     batch_size: int
     infer_ms: float
     total_ms: float = 0.0
+    output: PolicyOutput | None = None
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How a message is written.
+
+    Attributes:
+        decoding: ``greedy`` or ``sampled``.
+        sampling: temperature and top k of samples; messages of one batch have the same.
+        seed: of its random numbers.
+    """
+
+    decoding: Decoding
+    sampling: SamplingParams
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +77,7 @@ class _Query:
     observation: Observation
     arrived: float
     prefix: tuple[NDArray[np.float32], int] | None = None
+    writing: Writing | None = None
 
 
 class ModelCore(BatchPump[_Query, ServedChunk]):
@@ -125,14 +144,16 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         client: object,
         protocol: str,
         prefix: tuple[NDArray[np.float32], int] | None = None,
+        writing: Writing | None = None,
     ) -> ServedChunk:
-        """Return the action chunk for an observation ``[1]``, decoded as ``serve.decoding`` says.
+        """Return the action chunk for an observation ``[1]``, decoded as ``serve.decoding`` says, or a message.
 
         Args:
             observation: observation of one row.
             client: hashable id of the client, the same for all requests of a connection.
             protocol: label of the metrics.
             prefix: remaining actions of the client's current chunk, and the delay; see ``ChunkPrefix``.
+            writing: how a message is written; the observation is then a conversation.
 
         Raises:
             ServingError: the server is stopping, or the policy failed.
@@ -143,9 +164,9 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         if self.stalled:
             raise self._stalled()
         self.check_observation(observation)
-        arrived = time.perf_counter()
-        self._note(client, arrived)
-        request: Request[_Query, ServedChunk] = Request(_Query(observation, arrived, prefix))
+        query = _Query(observation, time.perf_counter(), prefix, writing)
+        self._note(client, query.arrived)
+        request: Request[_Query, ServedChunk] = Request(query)
         self._under_way.add(request)
         self._idle.clear()
         self._arrival.set()
@@ -154,10 +175,10 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         finally:
             self._under_way.discard(request)
             self._note_idle()
-        total_s = time.perf_counter() - arrived
+        total_s = time.perf_counter() - query.arrived
         self.metrics.count("requests_total", protocol)
         self.metrics.took(total_s)
-        return ServedChunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
+        return replace(chunk, total_ms=1000 * total_s)
 
     async def roll_out(self, compute: Callable[[], PolicyOutput]) -> PolicyOutput:
         """Run ``compute``, which uses the engine on a batch formed by a training run, in a thread.
@@ -214,12 +235,14 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
     def choose(self, waiting: list[Request[_Query, ServedChunk]]) -> list[Request[_Query, ServedChunk]]:
         """Return the oldest requests whose image and state shapes match the oldest one.
 
-        Requests that continue a chunk form batches of their own, since guidance needs gradients.
+        Requests that continue a chunk form batches of their own, since guidance needs gradients, and so do messages of
+        one temperature.
         """
 
         def shapes(request: Request[_Query, ServedChunk]) -> tuple[object, ...]:
-            observation = request.content.observation
-            return observation.images.shape, observation.state.shape, request.content.prefix is None
+            observation, how = request.content.observation, request.content.writing
+            writing = None if how is None else (how.decoding, how.sampling)
+            return observation.images.shape, observation.state.shape, request.content.prefix is None, writing
 
         wanted = shapes(waiting[0])
         return [request for request in waiting if shapes(request) == wanted][: self.settings.max_batch_size]
@@ -255,16 +278,24 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         try:
             observation = Observation.concat([query.observation for query in batch])
             prefixes = [query.prefix for query in batch if query.prefix is not None]
+            seeds = [[query.writing.seed] for query in batch if query.writing is not None]
+            how = batch[0].writing
             if prefixes:  # all or none have a prefix: see ``choose``
                 limit = self.settings.rtc_max_guidance_weight
                 output = self.engine.continue_chunk(observation, ChunkPrefix.stack(prefixes), limit)
+            elif how is not None:
+                generators = self.engine.row_generators(seeds) if how.decoding == "sampled" else None
+                output = self.engine.decide(observation, how.decoding, generators, how.sampling)
             else:
                 output = self.engine.decide(observation, self.settings.decoding)
         except Exception:  # a single observation may be unreadable for the policy: answer the others
             if len(batch) == 1:
                 raise
             return [self._alone(query) for query in batch]
-        return _chunks(output, 1000 * (time.perf_counter() - clock))
+        chunks = _chunks(output, 1000 * (time.perf_counter() - clock))
+        if how is None:
+            return chunks
+        return [replace(chunk, output=select_output(output, row)) for row, chunk in enumerate(chunks)]
 
     def _alone(self, query: _Query) -> ServedChunk:
         # An exception in place of a result is raised for that request only: see ``Request.settle``.

@@ -166,7 +166,7 @@ class Listener(ABC):
     Attributes:
         name: registered name of the protocol.
         scheme: scheme of its URL.
-        keys: message keys of an observation, set by the constructor (``Service.wire_map``) and printed at startup.
+        keys: message keys of an observation, set by the constructor (``Service.wire_map``); none in protocols of text.
     """
 
     name: str
@@ -176,6 +176,10 @@ class Listener(ABC):
     def __init__(self, service: Service) -> None:
         self.service = service
         self.core = service.core
+
+    def takes(self) -> str:
+        """Return what a message holds, for the lines printed at startup."""
+        return self.keys.describe()
 
     @abstractmethod
     async def start(self, host: str, port: int) -> int:
@@ -216,6 +220,10 @@ class HttpListener(Listener):
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return (method, path, handler) of each route."""
         return [("GET", "/", self._websocket)]
+
+    def refusal(self, content: dict[str, str], status: int) -> StreamResponse:
+        """Return the response to a request that is not admitted; ``content`` has ``error`` and ``code``."""
+        return self.web.json_response(content, status=status)
 
     async def body(self, request: Request) -> bytes:
         """Return the body of a request.
@@ -307,11 +315,11 @@ class HttpListener(Listener):
             if not is_right and (self.service.token is not None or "Origin" in request.headers):
                 self.core.metrics.count("refused_total", self.name)
                 text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
-                return _close_after(web.json_response({"error": text, "code": "server-token"}, status=401))
+                return _close_after(self.refusal({"error": text, "code": "server-token"}, 401))
             assert self._limiter is not None
             if self._connections >= min(self.service.settings.max_connections, self._limiter.most_admitted):
                 text = f"the server has {self._connections} clients (serve.max_connections, or half of ulimit -n)"
-                return _close_after(web.json_response({"error": text, "code": "server-full"}, status=503))
+                return _close_after(self.refusal({"error": text, "code": "server-full"}, 503))
             self._limiter.admit(request.protocol)
             self._connections += 1
             self.core.metrics.count("connections", self.name)

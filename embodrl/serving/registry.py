@@ -9,6 +9,7 @@ PROTOCOLS = {
     "gr00t": f"{_SPECS}:GR00T",
     "http": "embodrl.serving.spec:HTTP",
     "lerobot": f"{_SPECS}:LEROBOT",
+    "openai": f"{_SPECS}:OPENAI",
     "openpi": "embodrl.serving.spec:OPENPI",
     "vla_eval": f"{_SPECS}:VLA_EVAL",
 }

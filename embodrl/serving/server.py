@@ -84,7 +84,7 @@ class PolicyServer:
         if self.config.serve.token == "auto":
             self.say(f"token: {self.service.token}")
         for listener in self.listeners:
-            self.say(f"{listener.name} takes {listener.keys.describe()}")
+            self.say(f"{listener.name} takes {listener.takes()}")
         self.say("ready")
         if on_ready is not None:
             on_ready(urls)

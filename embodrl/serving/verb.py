@@ -11,6 +11,7 @@ from embodrl.config.schema import Config
 from embodrl.processes.ending import leave, owns_process
 from embodrl.runs.policies import PolicySource
 from embodrl.serving.server import PolicyServer
+from embodrl.specs import MODELS
 from embodrl.trainer.files import PUBLISHED_DIR
 from embodrl.trainer.provenance import compute_text
 from embodrl.workers.parts import make_acting, prepare_acting
@@ -30,6 +31,8 @@ def describe(config: Config, source: PolicySource | None) -> Iterator[str]:
     else:
         origin = "with random weights" if model.warm_start is None else f"of {model.warm_start}"
     yield f"serving: a policy {model.model_type} {origin}"
+    if MODELS.entry(model.model_type).kind == "text":
+        return
     yield f"actions: chunks of {model.num_action_chunks} x {model.action_dim}"
     cameras = ", ".join(f"{camera.name} {camera.height} x {camera.width}" for camera in env.cameras)
     state = f"as {env.env_type} gives it (env.state={env.state})" if env.include_state else "none (env.include_state)"

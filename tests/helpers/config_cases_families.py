@@ -524,6 +524,13 @@ FAMILIES += [
         ("rollout.workflow=null", "model=planner", "model.num_action_chunks=1"),
     ),
     Wrong(
+        "an agent beside a workflow that calls none",
+        "rollout.workflow",
+        "agents-have-their-workflow",
+        ("rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'", "rollout.agent=builtins:slice"),
+        more=("env.train.auto_reset",),
+    ),
+    Wrong(
         "messages of several elements",
         "model.num_action_chunks",
         "a-message-is-a-chunk",

@@ -88,10 +88,14 @@ class Served:
 
 
 @asynccontextmanager
-async def served(*protocols: str, weights_dir: Path | None = None, **settings: Any) -> AsyncIterator[Served]:
-    """Serve a MeanPolicy until the block ends; the server must end by itself then."""
-    policy, lines = MeanPolicy(), []
-    server = PolicyServer(engine_of(policy), config_of(*protocols, **settings), weights_dir, lines.append)
+async def served(
+    *protocols: str, weights_dir: Path | None = None, writer: VLAPolicy | None = None, **settings: Any
+) -> AsyncIterator[Served]:
+    """Serve a MeanPolicy, or a planner, until the block ends; the server must end by itself then."""
+    policy, lines, config = MeanPolicy(), [], config_of(*protocols, **settings)
+    if writer is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"model_type": "planner"})})
+    server = PolicyServer(engine_of(writer or policy), config, weights_dir, lines.append)
     ready: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(server.run(ready.set_result))
     await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)

@@ -206,6 +206,23 @@ async def state_round_trip(pool: Any) -> None:
     environments.close()
 
 
+def test_the_agent_of_the_example_trains(tmp_path: Path) -> None:
+    """It has OpenAI's client, a URL and a key; evaluations play its episodes, too."""
+    pytest.importorskip("openai")
+    example = HERE.parents[1] / "examples" / "agent"
+    size = ("env.train.total_num_envs=16", "env.num_processes=2", "env.eval.num_episodes=8", "env.pin_cpus=false")
+    run_dir = tmp_path / "run"
+    order = ("--config", example / "config.yaml", f"runner.output_dir={run_dir}", "runner.max_iterations=2", *size)
+    done = embodrl("train", *order, search_path=example)
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    assert [row["iteration"] for row in rows] == [0, 1, 2] and rows[2]["train/num_updates"]
+    assert rows[2]["workflow/failed_episodes"] == 0 and rows[2]["train/grad_norm"]
+    # Before the first step the trainer's log-probs are those of the server; afterwards the weights differ.
+    assert abs(rows[1]["train/first_minibatch_kl"]) < 1e-9 < rows[1]["train/approx_kl"]  # type: ignore[operator]
+    assert 1 <= rows[2]["eval/episode_length"] <= 2  # type: ignore[operator]
+
+
 def test_the_planner_of_the_example_trains(tmp_path: Path) -> None:
     """GRPO, and PPO with values; evaluations play the same episodes."""
     example = HERE.parents[1] / "examples" / "planner"

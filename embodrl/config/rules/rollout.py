@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from embodrl.config.rules.base import Context, path_kind, rule
 from embodrl.errors import EmbodrlError
-from embodrl.names import import_workflow
+from embodrl.names import import_function, import_workflow
 from embodrl.rule_set import Finding
 
 KEY = "rollout.workflow"
+AGENT = "rollout.agent"
+AGENT_CALL = "agent(base_url, api_key, task)"
+AGENT_WORKFLOW = "embodrl.workers.workflows.agent:AgentWorkflow"
 BACKEND = "rollout.backend"
 NATIVE = "set rollout.backend=native"
 
@@ -25,6 +30,33 @@ def workflow_exists(context: Context) -> Iterator[Finding]:
         except EmbodrlError as error:
             hint = error.hint or "put the module's directory on PYTHONPATH, or correct the name"
             yield Finding(KEY, error.message, hint, "module:Class, or null")
+
+
+@rule(AGENT, KEY)
+def agents_have_their_workflow(context: Context) -> Iterator[Finding]:
+    """An agent is called by the workflow that is made for it."""
+    rollout = context.config.rollout
+    try:
+        needed = rollout.workflow is not None and getattr(import_workflow(rollout.workflow), "needs_agent", False)
+    except EmbodrlError:  # see workflow_exists
+        return
+    if rollout.agent is None:
+        if needed:
+            message = f"is null, and {KEY}={rollout.workflow} calls an agent"
+            yield Finding(AGENT, message, f"name a function {AGENT_CALL}", "module:function", others=(KEY,))
+        return
+    if not needed:
+        message = f"calls no agent, but {AGENT} names one"
+        yield Finding(KEY, message, f"set it to {AGENT_WORKFLOW}, or {AGENT}=null", AGENT_WORKFLOW, others=(AGENT,))
+        return
+    try:
+        with suppress(ValueError):  # compiled code has no signature
+            inspect.signature(import_function(rollout.agent)).bind("base_url", "api_key", "task")
+    except EmbodrlError as error:
+        hint = error.hint or "put the module's directory on PYTHONPATH, or correct the name"
+        yield Finding(AGENT, error.message, hint, "module:function")
+    except TypeError as error:
+        yield Finding(AGENT, f"can't be called as {AGENT_CALL}: {error}", "give it these parameters")
 
 
 @rule(KEY, "env.train.auto_reset", "rollout.pipeline_stages", "runner.max_staleness")

@@ -37,6 +37,21 @@ def served_protocols_have_ports(context: Context) -> Iterator[Finding]:
         yield Finding("serve.port", message, "take a lower one", others=("serve.protocols",))
 
 
+@rule("serve.protocols", "model.model_type")
+def protocols_carry_what_the_policy_writes(context: Context) -> Iterator[Finding]:
+    """Messages and actions have protocols of their own."""
+    family = context.config.model.model_type
+    if not _serving(context) or family not in MODELS:
+        return
+    writes_text = MODELS.entry(family).kind == "text"
+    fitting = [spec.name for spec in SERVE_PROTOCOLS.all() if spec.serves_text == writes_text]
+    for name in context.config.serve.protocols:
+        if name not in fitting:
+            message = f"{name} carries {'actions' if writes_text else 'messages'}, which '{family}' does not write"
+            hint = f"set protocol={fitting[0] if writes_text else 'openpi'}"
+            yield Finding("serve.protocols", message, hint, ", ".join(fitting), others=("model.model_type",))
+
+
 @rule("serve", "env.cameras", "model.action_dim")
 def wire_keys_fit(context: Context) -> Iterator[Finding]:
     """There is a key for each camera, and GR00T's action parts add up to an action."""

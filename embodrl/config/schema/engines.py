@@ -191,6 +191,11 @@ class RolloutConfig(Section):
     workflow: Annotated[str | None, ROLLOUTS] = Field(
         default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"
     )
+    agent: Annotated[str | None, ROLLOUTS] = Field(
+        default=None,
+        description="module:function that embodrl.workers.workflows.agent:AgentWorkflow calls with a URL of OpenAI's"
+        " API, a key and a task; null: the workflow calls no agent",
+    )
     episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow"), ROLLOUTS] = Field(
         default=600.0,
         description="time limit of a workflow episode in seconds, waiting included, after which it counts as failed;"

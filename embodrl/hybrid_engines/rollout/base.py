@@ -32,12 +32,14 @@ class ActRequest:
         mode: ``train`` samples actions, ``eval`` takes the most probable ones, ``mean`` the ones nearest to the mean.
         compute_values: also compute values.
         generators: random generators of the samples: one per thread, each for its part of the rows.
+        sampling: of a message whose client chooses it; None for the engine's.
     """
 
     observation: Observation
     mode: ActMode
     compute_values: bool
     generators: Sequence[RandomSource]
+    sampling: SamplingParams | None = None
 
 
 @dataclass(frozen=True)
@@ -165,18 +167,23 @@ class RolloutEngine(ABC):
         )
 
     def decide(
-        self, observation: Observation, decoding: Decoding, generators: Sequence[RandomSource] | None = None
+        self,
+        observation: Observation,
+        decoding: Decoding,
+        generators: Sequence[RandomSource] | None = None,
+        sampling: SamplingParams | None = None,
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row with one of ``decodings``, without values.
 
-        ``generators`` serve ``sampled``; None draws from the engine's own.
+        ``generators`` serve ``sampled``; None draws from the engine's own. ``sampling`` other than the engine's is for
+        policies that write text, whose backend is ``native``.
 
         Raises:
             EmbodrlError: there is no such decoding.
         """
         check_decoding(decoding, self.decodings, type(self.policy).__name__)
         return self._predict(
-            ActRequest(self._conditioned(observation), MODES[decoding], False, generators or self.generators)
+            ActRequest(self._conditioned(observation), MODES[decoding], False, generators or self.generators, sampling)
         )
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> PolicyOutput:

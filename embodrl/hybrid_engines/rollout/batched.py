@@ -13,9 +13,10 @@ from torch import Tensor
 from embodrl.data.rng import RandomSource
 from embodrl.envs.environment import Tool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.models.common.chat import Conversation, Message, ToolCall, ToolChoice, parse_calls
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.chat import Conversation, Message, ToolCall, ToolChoice, WrittenText, parse_calls
 from embodrl.processes.batching import BatchPump, Request
-from embodrl.types import Decoding, Observation, PolicyOutput
+from embodrl.types import TOKEN_MASK, Decoding, Observation, PolicyOutput
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,33 @@ class Completion:
     """A message that the policy wrote.
 
     Attributes:
-        text: its text.
+        written: its tokens.
         tool_calls: the call that the text is, ``{"name": ..., "arguments": {...}}`` in JSON; empty for any other text.
         output: tokens, log-probs and values, a batch of one, for ``Trajectory.add_message``.
     """
 
-    text: str
+    written: WrittenText
     tool_calls: tuple[ToolCall, ...]
     output: PolicyOutput
+
+    @property
+    def text(self) -> str:
+        """The message."""
+        return self.written.text
+
+    @staticmethod
+    def of(policy: VLAPolicy, output: PolicyOutput, max_tokens: int | None = None) -> Completion:
+        """Return the message in an output of one row, of at most ``max_tokens`` tokens.
+
+        A message that stops there has the probability that it would have if the policy had been stopped.
+        """
+        if max_tokens is not None:
+            mask = output.forward_inputs[TOKEN_MASK].clone()
+            mask[:, max_tokens:] = False
+            inputs = {**output.forward_inputs, TOKEN_MASK: mask}
+            output = replace(output, logprobs=output.logprobs * mask[..., None], forward_inputs=inputs)
+        written = policy.text_of(output.forward_inputs)[0]
+        return Completion(written, parse_calls(written.text), output)
 
 
 class EpisodeEngine:
@@ -132,6 +152,11 @@ class EpisodeEngine:
     def version(self) -> int:
         """Number of updates behind the weights."""
         return self._shared.version
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of sampled messages (``algorithm.sampling.temperature``)."""
+        return self._shared.engine.sampling.temperature
 
     @property
     def has_values(self) -> bool:
@@ -149,6 +174,7 @@ class EpisodeEngine:
         messages: Sequence[Message],
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         tool_choice: ToolChoice = "auto",
+        max_tokens: int | None = None,
     ) -> Completion:
         """Write the next message of a conversation, in one batch with those of other episodes.
 
@@ -156,6 +182,7 @@ class EpisodeEngine:
             messages: in the form of OpenAI's chat API, ``{"role": ..., "content": text}``.
             tools: what the policy may call, as ``Tool`` or in OpenAI's form.
             tool_choice: ``required`` decodes one of the tools' calls, whose arguments must have lists of values.
+            max_tokens: where the message is cut; None for the policy's own limit.
 
         Raises:
             EmbodrlError: the policy writes no text, a message or tool has another form, or the conversation is too
@@ -164,9 +191,7 @@ class EpisodeEngine:
         policy = self._shared.engine.policy
         if not policy.writes_text:
             policy.text_of({})  # raises
-        output = await self.act(_conversation(messages, tools, tool_choice))
-        text = policy.text_of(output.forward_inputs)[0]
-        return Completion(text, parse_calls(text), output)
+        return Completion.of(policy, await self.act(conversation(messages, tools, tool_choice)), max_tokens)
 
     async def values(self, observation: Observation | Sequence[Message]) -> Tensor:
         """Return ``float32[1,K]``, the values of an observation of one row; needs a policy with a value head.
@@ -174,11 +199,11 @@ class EpisodeEngine:
         For a policy that writes text, those of a conversation, given as messages.
         """
         if not isinstance(observation, Observation):
-            observation = _conversation(observation, None, "auto")
+            observation = conversation(observation, None, "auto")
         return await self._shared.values(observation)
 
 
-def _conversation(
+def conversation(
     messages: Sequence[Message], tools: Sequence[Tool | Mapping[str, Any]] | None, choice: ToolChoice
 ) -> Observation:
     """Return a conversation as an observation ``[1]`` without images: its instruction."""

@@ -55,7 +55,8 @@ class NativeRolloutEngine(RolloutEngine):
             with torch.no_grad(), autocast(self.precision, self.device):
                 critic = own_critic(self.policy)
                 by_policy = request.compute_values and critic is None
-                output = self.policy.predict_action_batch(part, request.mode, self.sampling, generator, by_policy)
+                sampling = request.sampling or self.sampling
+                output = self.policy.predict_action_batch(part, request.mode, sampling, generator, by_policy)
                 return output if critic is None else critic.act(output, part, request.compute_values)
 
         # A batch with fewer rows than threads has fewer parts than there are generators.

@@ -37,6 +37,26 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class WrittenText:
+    """A message as its policy wrote it.
+
+    Attributes:
+        tokens: the bytes of each token, without a mark of the end.
+        ended: the policy ended the message; False if it reached a limit.
+        prompt_tokens: tokens of the conversation before it.
+    """
+
+    tokens: tuple[bytes, ...]
+    ended: bool
+    prompt_tokens: int
+
+    @property
+    def text(self) -> str:
+        """The message; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.tokens).decode("utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
 class Conversation:
     """What a policy answers to.
 
@@ -127,7 +147,20 @@ def _function(tool: Mapping[str, Any]) -> dict[str, object]:
         raise _refused(f"a tool is {tool!r:.60}", hint)
     given = cast("Mapping[str, object]", function)
     schema = given.get("parameters") or {"type": "object", "properties": {}}
+    if not _is_schema(schema):
+        hint = "give {'type': 'object', 'properties': {NAME: schema}, 'required': [NAME]}"
+        raise _refused(f"the parameters of '{given['name']}' are {schema!r:.60}", hint)
     return {"name": given["name"], "description": given.get("description") or "", "parameters": schema}
+
+
+def _is_schema(schema: object) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    found = cast("Mapping[str, Any]", schema)
+    properties, required = found.get("properties", {}), found.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, (list, tuple)):
+        return False
+    return all(isinstance(about, Mapping) for about in cast("Mapping[str, object]", properties).values())
 
 
 def _calls(functions: Sequence[dict[str, object]]) -> Iterator[str]:
@@ -150,7 +183,7 @@ def _calls(functions: Sequence[dict[str, object]]) -> Iterator[str]:
 def _values(name: str, key: str, about: Mapping[str, Any]) -> Sequence[object]:
     if "const" in about:
         return [about["const"]]
-    if about.get("enum"):
+    if isinstance(about.get("enum"), (list, tuple)) and about["enum"]:
         return about["enum"]
     if about.get("type") == "boolean":
         return [False, True]

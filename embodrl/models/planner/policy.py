@@ -20,7 +20,7 @@ from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
-from embodrl.models.common.chat import Conversation
+from embodrl.models.common.chat import Conversation, WrittenText
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, check_family, check_multiple, read_file, size
 from embodrl.models.common.heads import build_value_head, save_heads
 from embodrl.models.common.init import new_generator
@@ -165,8 +165,11 @@ class PlannerPolicy(VLAPolicy):
         entropy = _padded(action_entropy(logits, index, sampling), mask) if compute_entropy else None
         return EvalOutput(logprobs, entropy, self._values(hidden[:, 0]) if compute_values else None)
 
-    def text_of(self, forward_inputs: Mapping[str, Tensor]) -> list[str]:
-        return [decode(row) for row in forward_inputs[TOKENS].tolist()]
+    def text_of(self, forward_inputs: Mapping[str, Tensor]) -> list[WrittenText]:
+        lengths = forward_inputs[TOKEN_MASK].sum(dim=1).tolist()
+        prompts = forward_inputs["attention_mask"].sum(dim=1).tolist()
+        rows = zip(forward_inputs[TOKENS].tolist(), lengths, prompts, strict=True)
+        return [decode(row[:length], prompt) for row, length, prompt in rows]
 
     def parts(self) -> dict[str, nn.Module]:
         parts: dict[str, nn.Module] = {"language": self.model}

@@ -53,7 +53,7 @@ def planner_heads_divide_its_width(context: Context) -> Iterator[Finding]:
 @RULES.rule("model.model_type", "rollout.workflow")
 def text_needs_a_workflow(context: Context) -> Iterator[Finding]:
     """What a planner writes becomes actions only by a workflow's tools."""
-    if context.verb in ("serve", "record", "sft"):
+    if context.verb in ("record", "sft"):
         message = f"{FAMILY} writes text, and `embodrl {context.verb}` is about actions"
         yield Finding("model.model_type", message, "choose a family that acts, such as model=openvla")
     elif context.config.rollout.workflow is None and context.verb in (None, "train", "eval"):

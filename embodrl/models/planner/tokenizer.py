@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from embodrl.errors import EmbodrlError
-from embodrl.models.common.chat import ROLES, Conversation
+from embodrl.models.common.chat import ROLES, Conversation, WrittenText
 
 END = 256
 PAD = 257
@@ -62,12 +62,12 @@ def _parts(ids: Sequence[int]) -> list[tuple[int, str]]:
         elif token != END:
             found = found or [(-1, [])]
             found[-1][1].append(token)
-    return [(mark, decode(text)) for mark, text in found] or [(-1, "")]
+    return [(mark, bytes(text).decode("utf-8", errors="replace")) for mark, text in found] or [(-1, "")]
 
 
-def decode(ids: list[int]) -> str:
-    """Return the text of written tokens without END; bytes that are no UTF-8 become U+FFFD."""
-    return bytes(i for i in ids if i < END).decode("utf-8", errors="replace")
+def decode(ids: list[int], prompt_tokens: int) -> WrittenText:
+    """Return the message of written tokens, the last of which may be END."""
+    return WrittenText(tuple(bytes([i]) for i in ids if i < END), END in ids, prompt_tokens)
 
 
 @dataclass

@@ -50,6 +50,12 @@ LEROBOT = ServeProtocolSpec(
     settings=LerobotServeConfig,
     has_tls=False,
 )
+OPENAI = ServeProtocolSpec(
+    name="openai",
+    target="embodrl.serving.protocols.openai:OpenaiListener",
+    description="OpenAI's chat completions, for policies that write text",
+    serves_text=True,
+)
 ACT = ServeProtocolSpec(
     name="act",
     target="embodrl.serving.protocols.act:ActListener",

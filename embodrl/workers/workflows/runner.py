@@ -18,25 +18,24 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.environment import Environment
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import (
-    EnvQuarantined,
-    EnvRaised,
-    EnvTimeout,
-    EnvWorkerDied,
-    EpisodeTimeout,
-    RolloutEngineError,
-    WorkflowError,
-)
+from embodrl.errors import EpisodeTimeout, WorkflowError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
-from embodrl.names import import_workflow
+from embodrl.names import import_function, import_workflow
 from embodrl.specs import LOSSES
 from embodrl.workers.collector import WHOLE, Metrics, Share, Snapshot, SyncCollector
 from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, ShardMeta, meta_of, shard_meta
 from embodrl.workers.recorders import NOT_JUDGED, Judging
+from embodrl.workers.workflows.agent import AgentWorkflow
 from embodrl.workers.workflows.async_pool import AsyncPool
 from embodrl.workers.workflows.task_runner import AsyncTaskRunner, TaskResult
-from embodrl.workers.workflows.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
+from embodrl.workers.workflows.workflow import (
+    BEYOND_REPAIR,
+    EpisodeTask,
+    RolloutWorkflow,
+    Trajectory,
+    stack_trajectories,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 # Maximum runs of a shard until an episode of it is accepted; a shard may be few episodes, of one group.
 MAX_ATTEMPTS = 4
-_BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
 
 
 @dataclass
@@ -82,6 +80,8 @@ class WorkflowRunner:
         if workflow is None:
             assert config.rollout.workflow is not None
             workflow = cast("RolloutWorkflow", import_workflow(config.rollout.workflow))
+            if isinstance(workflow, AgentWorkflow) and config.rollout.agent is not None:
+                workflow.agent = import_function(config.rollout.agent)
         self.workflow: RolloutWorkflow = workflow
         self.num_envs = pool.spec.num_envs
         self.num_steps = config.rollout_chunks
@@ -218,7 +218,7 @@ class WorkflowRunner:
         """Return the trajectories, None where an episode failed or was rejected; count both."""
         errors = [result.exception for result in results if result.exception is not None]
         for error in errors:
-            if isinstance(error, _BEYOND_REPAIR):
+            if isinstance(error, BEYOND_REPAIR):
                 raise error
         trajectories = [result.value if result.status == "ok" else None for result in results]
         failed = sum(result.status != "ok" for result in results)

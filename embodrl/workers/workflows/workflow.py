@@ -15,10 +15,13 @@ from torch import Tensor
 
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.environment import Environment, ToolResult
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, EnvQuarantined, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
 from embodrl.hybrid_engines.rollout.batched import Completion, EpisodeEngine
 from embodrl.models.common.chat import Message
 from embodrl.types import Observation, PolicyOutput
+
+BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
+"""Errors of an episode that end the run."""
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,8 @@ SITES = {
     "tools/parity/cli.py": "",
     "tools/recipe/stages.py": "recipe.collect recipe.rl recipe.sft",
     "tools/sweep/runs.py": "",
-    "names.py": "actor.optim.fn reward.fn rollout.workflow pipeline.fn algorithm.off_policy.intervention_device",
+    "names.py": "actor.optim.fn reward.fn rollout.agent rollout.workflow pipeline.fn"
+    " algorithm.off_policy.intervention_device",
     "tools/doctor/extras.py": "",
     "preflight/isolated.py": "",
     "preflight/run_memory.py": "",

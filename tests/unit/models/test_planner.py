@@ -114,7 +114,7 @@ def test_required_calls_are_a_distribution(policy: PlannerPolicy) -> None:
     assert len(calls) == 10 and '{"name":"wait","arguments":{}}' in calls
     rows = len(calls)
     output = policy.predict_action_batch(observation(*[TEXTS[0]] * rows), "train", SAMPLING, generator())
-    texts = policy.text_of(output.forward_inputs)
+    texts = [message.text for message in policy.text_of(output.forward_inputs)]
     assert set(texts) <= set(calls) and len(set(texts)) > 1
     page = Page([calls] * rows, 70)
     ends = [[*call.encode(), END] for call in calls]
@@ -127,7 +127,7 @@ def test_required_calls_are_a_distribution(policy: PlannerPolicy) -> None:
     total = policy.evaluate_actions(every, SAMPLING).logprobs.detach().sum(dim=(1, 2)).exp().sum()
     assert float(total) == pytest.approx(1.0, abs=1e-5)
     greedy = written(policy, "eval")
-    assert policy.text_of(greedy.forward_inputs)[0] in calls
+    assert policy.text_of(greedy.forward_inputs)[0].text in calls
 
 
 def test_transformers_reads_what_a_planner_saves(policy: PlannerPolicy, tmp_path: Path) -> None:
@@ -148,7 +148,9 @@ def test_transformers_reads_what_a_planner_saves(policy: PlannerPolicy, tmp_path
 
 
 def test_bytes_and_prompts() -> None:
-    assert decode(list("grün".encode())) == "grün" and decode([0xFF, END]) == "\ufffd"
+    cut, whole = decode(list("grün".encode()), 3), decode([0xFF, END], 4)
+    assert cut.text == "grün" and not cut.ended and len(cut.tokens) == 5 and cut.prompt_tokens == 3
+    assert whole.text == "\ufffd" and whole.ended and len(whole.tokens) == 1
     assert encode(Conversation.of([{"role": "user", "content": "ab"}])) == [260, 97, 98, END, 261]
     assert Conversation.read(REQUIRED.to_text()) == REQUIRED
     past = {"function": {"name": "move", "arguments": '{"to":"red"}'}}

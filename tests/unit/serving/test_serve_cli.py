@@ -34,6 +34,8 @@ def test_policy_and_protocol_are_names_of_its_own(tmp_path, monkeypatch):
             "tls-has-both-files",
         ),
         (["serve=nothing"], "preset-unknown"),
+        (["serve.protocols=[openpi,openai]"], "protocols-carry-what-the-policy-writes"),
+        (["model=planner"], "protocols-carry-what-the-policy-writes"),
     ],
     ids=lambda part: str(part),
 )

@@ -1,0 +1,241 @@
+"""OpenAI's chat completions, as JSON: requests are read, and answers and errors made. Imports no torch.
+
+Source: github.com/openai/openai-openapi, ``/chat/completions`` and ``/models``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from embodrl.errors import WireError
+from embodrl.models.common.chat import ToolCall, ToolChoice, WrittenText
+
+MAX_TEMPERATURE = 2.0
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **{"n": (1,), "stop": ([],), "stream": (False,), "top_p": (1,), "top_logprobs": (0,), "modalities": (["text"],)},
+    **{
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "logit_bias": ({},),
+        "response_format": ({"type": "text"},),
+    },
+}
+"""Fields that may have these values, or null, and no others."""
+_READ = (
+    *("messages", "model", "tools", "tool_choice", "temperature", "max_tokens", "max_completion_tokens", "seed"),
+    "logprobs",
+)
+_WITHOUT_EFFECT = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"),
+    "parallel_tool_calls",  # a message has one call at most
+)
+"""Fields that say nothing about the answer."""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """A request of a completion.
+
+    Attributes:
+        model: the name that the client gives; "" without one.
+        messages: with text as their content, for ``Conversation.of``.
+        tools: what the policy may call, in OpenAI's form.
+        temperature, max_tokens, seed: None where the client says nothing.
+        logprobs: log-probs of the tokens are wanted.
+    """
+
+    model: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    choice: ToolChoice
+    temperature: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    logprobs: bool = False
+
+    @staticmethod
+    def read(body: bytes) -> ChatRequest:
+        """Read a request.
+
+        Raises:
+            WireError: it is malformed, or asks for what is not offered.
+        """
+        content = read_object(body)
+        for name, value in content.items():
+            if value is None or name in _READ or name in _WITHOUT_EFFECT:
+                continue
+            if name not in _NEUTRAL:
+                raise refused(f"'{name}' is not offered", "leave it out")
+            if value not in _NEUTRAL[name]:
+                raise refused(f"'{name}' can't be {value!r:.40}", f"leave it out, or send {_NEUTRAL[name][0]}")
+        tools, choice = _tools(content.get("tools"), content.get("tool_choice"))
+        limits = {content.get(name) for name in ("max_tokens", "max_completion_tokens") if _whole(content, name, 1)}
+        if len(limits) > 1:
+            raise refused("max_tokens and max_completion_tokens differ", "send one of them")
+        return ChatRequest(
+            model=_text(content, "model"),
+            messages=tuple(map(_message, _objects(content.get("messages"), "messages"))),
+            tools=tools,
+            choice=choice,
+            temperature=_temperature(content),
+            max_tokens=next(iter(limits), None),
+            seed=_whole(content, "seed", 0),
+            logprobs=_flag(content, "logprobs"),
+        )
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body; raises WireError for anything else."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise refused(f"the body is not JSON: {error}", "send a JSON object") from error
+    if not isinstance(content, dict):
+        raise refused("the body is not a JSON object", "see docs/serving.md")
+    return cast("dict[str, Any]", content)
+
+
+def refused(message: str, hint: str) -> WireError:
+    """Return the error for a refused request."""
+    return WireError(message, hint, code="chat-request")
+
+
+def _objects(value: object, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) for one in cast("list[object]", value)):
+        raise refused(f"'{name}' is no list of objects", "see OpenAI's reference")
+    return cast("list[dict[str, Any]]", value)
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = _objects(cast("list[object]", content), "content")
+        if not all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
+            raise refused("a message has content other than text", "send parts of the type text alone")
+        content = "".join(part["text"] for part in parts)
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    if content == "" and message.get("tool_calls"):
+        content = None
+    return {**message, "role": role, "content": content}
+
+
+def _tools(given: object, choice: object) -> tuple[tuple[dict[str, Any], ...], ToolChoice]:
+    tools = [] if given is None else _objects(given, "tools")
+    for tool in tools:
+        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise refused("a tool is no function", "send {'type': 'function', 'function': {...}}")
+    if choice is None or choice == "auto":
+        return tuple(tools), "auto"
+    if choice == "required":
+        return tuple(tools), "required"
+    if choice == "none":
+        return (), "auto"
+    named = cast("Mapping[str, Any]", choice).get("function") if isinstance(choice, Mapping) else None
+    name = cast("Mapping[str, Any]", named).get("name") if isinstance(named, Mapping) else None
+    chosen = [tool for tool in tools if name is not None and tool["function"].get("name") == name]
+    if not chosen:
+        hint = "send auto, none, required, or {'type': 'function', 'function': {'name': one of the tools}}"
+        raise refused(f"the tool choice is {choice!r:.60}", hint)
+    return tuple(chosen), "required"
+
+
+def _temperature(content: Mapping[str, Any]) -> float | None:
+    value = content.get("temperature")
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MAX_TEMPERATURE:
+        raise refused(f"the temperature is {value!r:.40}", f"send a number from 0 to {MAX_TEMPERATURE:g}")
+    return float(value)
+
+
+def _whole(content: Mapping[str, Any], name: str, least: int) -> int | None:
+    value = content.get(name)
+    if value is not None and (type(value) is not int or not least <= value < 2**63):
+        raise refused(f"'{name}' is {value!r:.40}", f"send a whole number of {least} or more")
+    return value
+
+
+def _flag(content: Mapping[str, Any], name: str) -> bool:
+    value = content.get(name)
+    if value is not None and type(value) is not bool:
+        raise refused(f"'{name}' is {value!r:.40}", "send true or false")
+    return bool(value)
+
+
+def _text(content: Mapping[str, Any], name: str) -> str:
+    value = content.get(name)
+    if value is not None and not isinstance(value, str):
+        raise refused(f"'{name}' is {value!r:.40}", "send a text")
+    return value or ""
+
+
+def completion_body(
+    name: str,
+    model: str,
+    created: int,
+    written: WrittenText,
+    calls: Sequence[ToolCall],
+    version: int,
+    logprobs: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Return the answer to a request.
+
+    Args:
+        name: id of the completion; those of its calls follow from it.
+        model: name of the model.
+        created: time of the answer, in seconds since 1970.
+        written: the message.
+        calls: the calls that it is.
+        version: policy version, the answer's ``system_fingerprint``.
+        logprobs: of the tokens, and of the mark of the end, which is left out; None if they are not wanted.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": None if calls else written.text, "refusal": None}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{name}_{number}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for number, call in enumerate(calls)
+        ]
+    reason = "length" if not written.ended else "tool_calls" if calls else "stop"
+    tokens = len(written.tokens) + written.ended
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
+    if logprobs is not None:
+        pairs = zip(written.tokens, logprobs, strict=False)
+        choice["logprobs"] = {"content": [_token(data, number) for data, number in pairs], "refusal": None}
+    return {
+        "id": name,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "system_fingerprint": f"v{version}",
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": written.prompt_tokens,
+            "completion_tokens": tokens,
+            "total_tokens": written.prompt_tokens + tokens,
+        },
+    }
+
+
+def _token(data: bytes, logprob: float) -> dict[str, Any]:
+    text = data.decode("utf-8", errors="replace")
+    return {"token": text, "logprob": logprob, "bytes": list(data), "top_logprobs": []}
+
+
+def model_body(model: str, created: int) -> dict[str, Any]:
+    """Return the description of a model."""
+    return {"id": model, "object": "model", "created": created, "owned_by": "embodrl"}
+
+
+def error_body(message: str, code: str, status: int) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error")
+    kind = "server_error" if status >= 500 else kind
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -1,0 +1,184 @@
+"""OpenAI's chat completions: asked by the official client, and over plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import aiohttp
+import pytest
+from served import TOKEN, Served, served
+from tiny_families import build
+
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.chat import Conversation, ToolCall
+from embodrl.models.planner.tokenizer import encode
+
+SIDE = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
+LOOK = {"type": "function", "function": {"name": "look", "description": "turn", "parameters": SIDE}}
+GRASP = {"type": "function", "function": {"name": "grasp"}}
+ASK = [{"role": "user", "content": "where is it?"}]
+Post = Callable[..., Coroutine[Any, Any, tuple[int, Any]]]
+
+
+@pytest.fixture(scope="module")
+def planner() -> VLAPolicy:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "max_prompt_tokens": 400}
+    return build("planner", num_action_chunks=1, planner=sizes)
+
+
+def talk(planner: VLAPolicy, test: Callable[[Served, Post], Awaitable[None]], **settings: Any) -> None:
+    async def run() -> None:
+        async with served("openai", writer=planner, **settings) as server, aiohttp.ClientSession() as session:
+
+            async def post(content: Any, token: str = TOKEN, path: str = "/v1/chat/completions") -> tuple[int, Any]:
+                text = content if isinstance(content, str) else json.dumps(content)
+                headers = {"Authorization": f"Bearer {token}"}
+                async with session.post(server.urls["openai"] + path, data=text, headers=headers) as answer:
+                    return answer.status, await answer.json()
+
+            await asyncio.wait_for(test(server, post), 60)
+
+    asyncio.run(run())
+
+
+def of(**more: Any) -> dict[str, Any]:
+    return {"model": "planner", "messages": ASK, **more}
+
+
+def test_the_official_client_calls_tools_and_reads_errors(planner: VLAPolicy) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def test(server: Served, post: Post) -> None:
+        url = server.urls["openai"] + "/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0)
+        assert [model.id async for model in client.models.list()] == ["planner"]
+        assert (await client.models.retrieve("planner")).owned_by == "embodrl"
+        create = client.chat.completions.create
+        found = await create(model="planner", messages=ASK, tools=[LOOK, GRASP], tool_choice="required", logprobs=True)
+        choice = found.choices[0]
+        (call,) = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None and call.id
+        assert (call.function.name, json.loads(call.function.arguments)) in [
+            *(("look", {"side": side}) for side in ("left", "right")),
+            ("grasp", {}),
+        ]
+        assert found.usage.completion_tokens == len(choice.logprobs.content) + 1
+        assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+        assert sum(token.logprob for token in choice.logprobs.content) < 0
+        answer = {"role": "tool", "tool_call_id": call.id, "content": "nothing there"}
+        past = [*ASK, choice.message.model_dump(exclude_none=True), answer]
+        named = {"type": "function", "function": {"name": "grasp"}}
+        again = await create(model="planner", messages=past, tools=[LOOK, GRASP], tool_choice=named, temperature=0)
+        assert again.choices[0].message.tool_calls[0].function.name == "grasp"
+        text = ToolCall(call.function.name, json.loads(call.function.arguments)).to_text()
+        said = [*ASK, {"role": "assistant", "content": text}, answer]
+        assert again.usage.prompt_tokens == len(encode(Conversation.of(said, [GRASP])))
+        for error, more in (
+            (openai.BadRequestError, {"stream": True}),
+            (openai.BadRequestError, {"stop": ["x"]}),
+            (openai.NotFoundError, {"model": "gpt-4"}),
+        ):
+            with pytest.raises(error) as caught:
+                await create(**of(**more))
+            assert caught.value.code in ("chat-request", "model_not_found")
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="planner", input="x")
+        await client.close()
+
+    talk(planner, test)
+
+
+def test_free_text_is_sampled_by_seed_and_cut_at_the_limit(planner: VLAPolicy) -> None:
+    async def test(server: Served, post: Post) -> None:
+        long = [(await post(of(temperature=1, seed=seed)))[1]["choices"][0] for seed in (3, 3, 4)]
+        texts = [choice["message"]["content"] for choice in long]
+        assert texts[0] == texts[1] != texts[2]
+        status, found = await post(of(temperature=1.0, seed=3, max_tokens=5, logprobs=True))
+        choice = found["choices"][0]
+        assert status == 200 and choice["finish_reason"] == "length" and found["usage"]["completion_tokens"] == 5
+        data = bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"])
+        assert data.decode(errors="replace") == choice["message"]["content"]
+        greedy = [(await post(of(temperature=0)))[1], (await post(of()))[1]]  # serve.decoding=greedy
+        assert greedy[0]["choices"] == greedy[1]["choices"] and greedy[0]["id"] != greedy[1]["id"]
+
+    talk(planner, test)
+
+
+def test_concurrent_requests_of_one_temperature_are_a_batch(planner: VLAPolicy) -> None:
+    async def test(server: Served, post: Post) -> None:
+        server.core.pause()
+        waiting = [
+            asyncio.create_task(post(of(temperature=heat, seed=row))) for row, heat in enumerate((1, 1, 1, 0.5, 0))
+        ]
+        while len(server.core._under_way) < len(waiting):
+            await asyncio.sleep(0)
+        before = server.core.batches
+        server.core.resume()
+        found = await asyncio.gather(*waiting)
+        assert server.core.batches - before == 3 and {status for status, _ in found} == {200}
+        alone = await post(of(temperature=1, seed=2))
+        assert alone[1]["choices"] == found[2][1]["choices"]
+
+    talk(planner, test, max_wait_ms=50.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "[]",
+        "nothing",
+        {"model": "planner"},
+        of(messages=[]),
+        of(messages=["hello"]),
+        of(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        of(messages=[{"role": "robot", "content": "hello"}]),
+        of(temperature=3),
+        of(temperature="NaN"),
+        of(max_tokens=0),
+        of(max_tokens=3, max_completion_tokens=4),
+        of(n=2),
+        of(seed=-1),
+        of(top_p=0.5),
+        of(reasoning_effort="low"),
+        of(logprobs=1),
+        of(model=3),
+        of(tools={}),
+        of(tools=[{"type": "function", "function": 3}]),
+        of(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": 3}}}]),
+        of(tools=[{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": 3}}}}]),
+        of(tools=[LOOK], tool_choice={"type": "function", "function": {"name": "other"}}),
+        of(tool_choice="required"),
+        of(tools=[LOOK], tool_choice=["auto"]),
+        of(messages=[{"role": "user", "content": "x" * 500}]),
+    ],
+    ids=lambda wrong: str(wrong)[:60],
+)
+def test_what_is_refused(planner: VLAPolicy, wrong: Any) -> None:
+    async def test(server: Served, post: Post) -> None:
+        status, found = await post(wrong)
+        error = found["error"]
+        assert (status, error["type"]) == (400, "invalid_request_error") and error["message"]
+        assert error["code"] in ("chat-request", "planner-prompt-too-long")
+        assert (await post(of(temperature=0)))[0] == 200
+
+    talk(planner, test)
+
+
+def test_paths_tokens_and_health(planner: VLAPolicy) -> None:
+    async def test(server: Served, post: Post) -> None:
+        assert (await post(of(), token="wrong"))[0] == 401
+        status, found = await post(of(), path="/v1/completions")
+        assert status == 404 and found["error"]["code"] == "chat-path"
+        parts = [{"type": "text", "text": "where "}, {"type": "text", "text": "is it?"}]
+        whole = [await post(of(messages=[{"role": "user", "content": text}])) for text in (parts, "where is it?")]
+        assert whole[0][1]["choices"] == whole[1][1]["choices"]
+        async with aiohttp.ClientSession() as session, session.get(server.urls["openai"] + "/health") as answer:
+            assert answer.status == 200
+        assert any("openai takes POST /v1/chat/completions for model=planner" in line for line in server.lines)
+
+    talk(planner, test)
