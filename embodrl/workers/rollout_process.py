@@ -23,8 +23,8 @@ from embodrl.workers.reward import DetachedRewards, RewardWorker
 from embodrl.workers.rollout_backend import make_sync_collector
 from embodrl.workers.streaming import StreamRunner, play_given
 
-_MAX_DESCRIPTORS = 512
-"""Memory files that a process has open, or that are on their way to others; the usual limit is 1024."""
+_MAX_OPEN = 256
+"""Memory files that a process has, or that are on their way to others; mapped ones take two of its 1024 descriptors."""
 
 
 def shares_inputs(config: Config, deployment: Deployment) -> bool:
@@ -45,7 +45,7 @@ def shares_inputs(config: Config, deployment: Deployment) -> bool:
         and config.pipeline.fn is None
         and not LOSSES.entry(algorithm.loss_type).learns_from_records
         and num_files <= MAX_FILES
-        and num_open <= _MAX_DESCRIPTORS
+        and num_open <= _MAX_OPEN
     )
 
 
