@@ -45,6 +45,7 @@ CODE_SETTINGS = {
     "recipe.collect": "settings of a stage, including any of these",
     "recipe.rl": "settings of a stage, including any of these",
     "recipe.sft": "settings of a stage, including any of these",
+    "recipe.teacher": "settings of a stage, including any of these",
     "reward.fn": "a function",
     "rollout.agent": "a function",
     "rollout.workflow": "a class",
@@ -52,7 +53,7 @@ CODE_SETTINGS = {
 """Dotted key of each setting that runs code -> what it names."""
 _ALWAYS = (
     *("cluster.ray_address", "env.python", "env.robot_module", "extensions", "model.python"),
-    *("recipe.collect", "recipe.rl", "recipe.sft"),
+    *("recipe.collect", "recipe.rl", "recipe.sft", "recipe.teacher"),
 )
 TRUST_VARIABLE = "EMBODRL_TRUST"
 SEAL = "# SHA-256 of all above: "

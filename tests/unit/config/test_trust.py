@@ -170,11 +170,12 @@ SITES = {
     "envs/pool/worker_main.py": "extensions",
     "hybrid_engines/training/megatron/core.py": "",
     "hybrid_engines/training/policy_engine.py": "",
+    "hybrid_engines/training/remote.py": "",
     "envs/robot/env.py": "env.robot env.robot_module env.reset_fn env.success_fn",
     "models/remote_policy/spec.py": "",
     "hybrid_engines/rollout/native.py": "",
     "tools/parity/cli.py": "",
-    "tools/recipe/stages.py": "recipe.collect recipe.rl recipe.sft",
+    "tools/recipe/stages.py": "recipe.collect recipe.rl recipe.sft recipe.teacher",
     "tools/sweep/runs.py": "",
     "names.py": "actor.optim.fn reward.fn rollout.agent rollout.workflow pipeline.fn"
     " algorithm.off_policy.intervention_device",
@@ -194,6 +195,7 @@ SITES = {
     "serving/wire/codec.py": "",
     "scheduler/messages.py": "extensions",
     "specs.py": "",
+    "session.py": "",  # looks for the function that the script gives
     "workers/actor.py": "",
     "workers/rollout_backend.py": "",
 }

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "embodrl/reporting/sinks.py": "a new file of events, whose name can't be known before",
     "embodrl/envs/real_time/devices.py": "a device that a person holds",
     "embodrl/envs/mesh_cache.py": "the user's own cache",
+    "embodrl/store/redis_files.py": "copies files to and from the store, which checks them by their checksums",
     "embodrl/hub.py": "files that the hub's library has just fetched",
     "embodrl/envs/libero/init_states.py": "files of the installed LIBERO, whose checksums are known",
     "embodrl/scheduler/launchers/ray/launcher.py": "logs of Ray's own",
