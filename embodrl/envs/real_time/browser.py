@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.real_time.controls import Controls
-from embodrl.envs.real_time.devices import AXES, HELP, Keyboard
+from embodrl.envs.real_time.keyboard import AXES, HELP, Keyboard
 
 logger = logging.getLogger(__name__)
 

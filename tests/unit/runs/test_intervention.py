@@ -13,7 +13,8 @@ from embodrl.data.demos import ACTED_BY, Demos
 from embodrl.data.imitation import corrected_frames
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.real_time.controls import Controls
-from embodrl.envs.real_time.devices import HOLD_S, Keyboard, SpaceMouse, open_device, open_space_mouse, wanted_action
+from embodrl.envs.real_time.devices import SpaceMouse, open_device, open_space_mouse, wanted_action
+from embodrl.envs.real_time.keyboard import HOLD_S, Keyboard
 from embodrl.errors import EnvWorkerDied
 from embodrl.runs.intervention import Gate, Person
 
