@@ -61,7 +61,6 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "robot": ["model=mlp", "env.instruction=lift", *ONE_ROBOT, "actor.global_batch_size=200"],
         "robot_sim": ["model=mlp", *ONE_ROBOT, "actor.global_batch_size=100"],
         "pick_cube_rlpd": [f"algorithm.off_policy.demos={tmp_path}"],
-        "pick_cube_rlpd_pixels": [f"algorithm.off_policy.demos={tmp_path}", f"model.warm_start={tmp_path}"],
         "libero_spatial_0_reward": [f"algorithm.off_policy.demos={tmp_path}", f"model.warm_start={tmp_path}"],
         "disaggregated": FOUR_GPUS,
         "hybrid": FOUR_GPUS if group == "cluster" else [],
