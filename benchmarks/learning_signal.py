@@ -239,7 +239,7 @@ class Gradients:
                 "update_epoch": 1,
             }
         )
-        self.loss = make_loss(engine.evaluate, self.algorithm, LOSSES.entry(algorithm.loss_type).needs_values)
+        self.loss = make_loss(engine.evaluate, self.algorithm, LOSSES.entry(algorithm.loss_type))
 
     def signal(self, batch: TrajectoryBatch, advantages: Advantages, units: Tensor, groups: int, minibatch: int) -> Any:
         """Return the figures of a rollout.

@@ -65,7 +65,7 @@ SECTIONS = {
     "Pipelines": ("Pipeline", "PipelineContext"),
     "Workflows": (
         *("RolloutWorkflow", "EpisodeTask", "Trajectory", "EpisodeEngine", "Environment", "Tool", "ToolResult"),
-        *("AsyncTaskRunner", "TaskResult"),
+        *("Completion", "ToolCall", "EpisodePlayer", "FinishedEpisode", "AsyncTaskRunner", "TaskResult"),
     ),
     "Errors": ("EmbodrlError", "ConfigError", "ConfigProblem"),
 }

@@ -193,7 +193,8 @@ def test_the_loss_and_its_weights_agree_with_hand_computed_values() -> None:
 def test_the_actor_descends_the_loss_of_rlt(bases: dict[str, Path]) -> None:
     """Gradients of one update, against the formula written out; a demonstration's reference is the expert's action."""
     policy = load(settings_of("openvla", bases["openvla"], kind="rlt"))
-    config = Config.model_validate({"algorithm": {"loss_type": "rlt", "adv_type": "none"}})
+    sections = {"algorithm": {"loss_type": "rlt", "adv_type": "none"}, "actor": {"precision": "fp32"}}
+    config = Config.model_validate(sections)
     settings = config.algorithm.off_policy.model_copy(update={"critic_hidden_sizes": (8,), "critic_warm_up": 10})
     algorithm = config.algorithm.model_copy(
         update={
