@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import math
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from embodrl.errors import WorkflowError
 from embodrl.hybrid_engines.rollout.batched import EpisodeEngine
 from embodrl.serving.wire.codec import need
 from embodrl.user_code import guard_user_code
-from embodrl.workers.workflows.agent_server import AgentServer, AgentSession
+from embodrl.workers.workflows.agent_server import MAX_REWARD, AgentServer, AgentSession
 from embodrl.workers.workflows.workflow import EpisodeTask, RolloutWorkflow, Trajectory
 
 
@@ -94,7 +93,7 @@ class AgentWorkflow(RolloutWorkflow):
         try:
             yield await server.url()
         finally:
-            if not server.leave():
+            if not server.leave(session):
                 del self._servers[loop]
                 await server.close()
 
@@ -116,7 +115,7 @@ async def _ended(session: AgentSession, reward: float) -> Trajectory:
 def _reward(value: object) -> float:
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_REWARD:
         raise WorkflowError(f"the agent returned {value!r:.60}", "return a reward, or nothing", code="agent-return")
     return float(value)
 

@@ -6,7 +6,6 @@ Shapes: V cameras, H x W image, S state dimensions.
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodrl.envs.environment import Environment, ToolResult
 from embodrl.errors import EmbodrlError, WireError, WorkflowError
-from embodrl.hybrid_engines.rollout.batched import EpisodeEngine
+from embodrl.hybrid_engines.rollout.batched import EpisodeEngine, conversation
 from embodrl.models.common.chat import Message
 from embodrl.serving.wire.chat_api import ChatRequest, completion_body, error_body, model_body, read_object, refused
 from embodrl.serving.wire.codec import need, write_json
@@ -28,6 +27,8 @@ HOST = "127.0.0.1"
 MODEL = "policy"
 """The only model of ``GET /v1/models``; completions are given under any name."""
 MAX_BYTES = 16 << 20
+MAX_REWARD = 1e30
+"""So that sums of rewards are finite in float32."""
 CLOSE_S = 1.0
 _STATUS = {"agent-episode-ended": 410, "agent-key": 401, "agent-path": 404, "wire-too-large": 413}
 
@@ -65,7 +66,7 @@ class AgentSession:
     def check_open(self) -> None:
         """Raise WireError after the end."""
         if self._is_over:
-            raise WireError("the episode has ended", "ask no more: its key is void", code="agent-episode-ended")
+            raise _ended()
 
     async def complete(self, body: bytes) -> dict[str, Any]:
         """Answer ``POST /v1/chat/completions``; the message becomes a chunk of the trajectory."""
@@ -76,6 +77,7 @@ class AgentSession:
             raise refused(f"{given}, but the run says how messages are chosen", f"leave it out; {own}")
         most = self.trajectory.task.max_chunks
         if len(self._names) >= most:
+            conversation(asked.messages, None, "auto")  # raises for what has no value
             self.cut = self.cut or asked.messages
             hint = "return from the agent, or raise env.train.max_steps_per_rollout_epoch"
             raise WireError(f"the episode has its {most} messages", hint, code="agent-too-many-messages")
@@ -97,8 +99,8 @@ class AgentSession:
             raise refused(
                 f"'{next(iter(content))}' is no part of a reward", "send reward, completion_id, success, done"
             )
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise refused(f"the reward is {value!r:.40}", "send a finite number")
+        if type(value) not in (int, float) or not abs(value) <= MAX_REWARD:
+            raise refused(f"the reward is {value!r:.40}", f"send a number of at most {MAX_REWARD:g}")
         if any(type(flag) is not bool for flag in flags.values()):
             raise refused("success and done are true or false", "send JSON's true or false")
         if not self._names or (name is not None and name not in self._names):
@@ -136,6 +138,14 @@ class AgentSession:
         }
 
 
+def _ended() -> WireError:
+    return WireError("the episode has ended", "ask no more: its key is void", code="agent-episode-ended")
+
+
+def _unknown_key() -> WireError:
+    return WireError("no episode has this key", "use the agent's api_key", code="agent-key")
+
+
 def _observation(seen: Observation) -> dict[str, Any]:
     """Return images ``uint8[V,H,W,3]`` and state ``float32[S]`` as arrays of json_numpy, and the instruction."""
     return {"images": seen.images[0], "state": seen.state[0], "instruction": seen.instruction[0]}
@@ -149,18 +159,19 @@ class AgentServer:
 
     def __init__(self) -> None:
         self._web = need("aiohttp.web")
-        self._sessions: dict[str, AgentSession] = {}
+        self._sessions: dict[str, AgentSession | None] = {}  # None: the episode has ended
         self._open = 0
         self._starting: asyncio.Task[str] | None = None
         self._runner: AppRunner | None = None
 
     def open(self, session: AgentSession) -> None:
-        """Take a session, whose key is known until the server closes."""
+        """Take a session; its key is known until the server closes, the session until ``leave``."""
         self._sessions[session.key] = session
         self._open += 1
 
-    def leave(self) -> int:
-        """Count a session as gone; return how many are left."""
+    def leave(self, session: AgentSession) -> int:
+        """Forget a session; return how many are left."""
+        self._sessions[session.key] = None
         self._open -= 1
         return self._open
 
@@ -202,7 +213,8 @@ class AgentServer:
             session = self._sessions.get(key)
             try:
                 if session is None:
-                    raise WireError("no episode has this key", "use the agent's api_key", code="agent-key")
+                    raise _ended() if key in self._sessions else _unknown_key()
+                await request.read()  # before the lock, which the end of the episode waits for
                 async with session.lock:
                     session.check_open()
                     content = await answer(session, request)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.types import TOKEN_MASK
 from embodrl.workers.env import make_pool
 from embodrl.workers.workflows.agent import AgentTask, AgentWorkflow
+from embodrl.workers.workflows.agent_server import AgentServer, AgentSession
 from embodrl.workers.workflows.runner import WorkflowCollector
 
 NUM_ENVS = 4
@@ -150,6 +154,7 @@ def test_an_agent_that_asks_for_too_many_messages_is_cut_off(pool: EnvPool, engi
     def agent(talk: Talk, task: AgentTask) -> None:
         for _ in range(task.max_messages):
             completed(talk)
+        assert talk("/chat/completions", ASK | {"messages": []})[1]["error"]["code"] == "chat-request"
         status, found = talk("/chat/completions", ASK)
         assert status == 400 and found["error"]["code"] == "agent-too-many-messages"
         raise RuntimeError(found["error"]["message"])
@@ -165,7 +170,8 @@ def test_each_episode_has_its_key_and_an_end(pool: EnvPool, engine: NativeRollou
         assert talk("/files")[0] == 404
         assert talk("/rewards", {"reward": 1})[0] == 400  # no message yet
         completed(talk)
-        wrong = ({"reward": "1"}, {"reward": float("nan")}, {"rewards": 1}, {"success": 1}, {"completion_id": "x"})
+        big = ({"reward": 1e300}, {"reward": -(10**400)}, {"reward": float("nan")})
+        wrong = (*big, {"reward": "1"}, {"rewards": 1}, {"success": 1}, {"completion_id": "x"})
         assert {talk("/rewards", one)[0] for one in wrong} == {400}
         for more in ({"temperature": 0.3}, {"seed": 3}, {"stream": True}, {"messages": []}):
             assert talk("/chat/completions", ASK | more)[1]["error"]["code"] == "chat-request"
@@ -183,6 +189,7 @@ def test_each_episode_has_its_key_and_an_end(pool: EnvPool, engine: NativeRollou
         (lambda talk, task: None, "agent-asks-nothing"),
         (lambda talk, task: str(completed(talk)), "agent-return"),
         (lambda talk, task: bool(completed(talk)), "agent-return"),
+        (lambda talk, task: 10**400 * bool(completed(talk)), "agent-return"),
         (lambda talk, task: talk(3), "agent-raised"),
         (lambda talk, task: exit(3), "agent-raised"),
     ],
@@ -211,6 +218,39 @@ def test_async_agents_and_a_policy_that_fails(
     with raises_code("workflow", WorkflowError) as caught:
         played(pool, engine, survives)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_request_without_its_body_does_not_hold_up_the_end(pool: EnvPool, engine: NativeRolloutEngine) -> None:
+    left: list[socket.socket] = []
+
+    def agent(url: str, key: str, task: AgentTask) -> None:
+        talk = talker(url, key)
+        completed(talk)
+        place = urllib.parse.urlsplit(url)
+        assert place.hostname is not None and place.port is not None
+        left.append(socket.create_connection((place.hostname, place.port)))
+        head = f"POST /v1/rewards HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 99\r\n\r\n"
+        left[-1].sendall(head.encode())
+        talk("/models")  # the server has seen the head
+
+    config = load_config([*SETTINGS, "rollout.episode_timeout_s=20"]).config
+    collector = WorkflowCollector(config, pool, engine, lambda: False, workflow=AgentWorkflow(agent))
+    assert collector.gather(1)[1]["workflow/failed_episodes"] == 0
+    for one in left:
+        one.close()
+
+
+def test_a_server_keeps_no_episodes_that_have_ended(pool: EnvPool, engine: NativeRolloutEngine) -> None:
+    """It goes on while others run, as episodes of a session do."""
+    server = AgentServer()
+    sessions = [AgentSession(*cast("Any", (None, None, None, None))) for _ in range(2)]
+    for session in sessions:
+        server.open(session)
+    gone = weakref.ref(sessions.pop())
+    session = gone()
+    assert session is not None and server.leave(session) == 1
+    del session
+    assert gone() is None
 
 
 def test_an_agent_that_never_ends_is_left_alone_after_the_limit(pool: EnvPool, engine: NativeRolloutEngine) -> None:
