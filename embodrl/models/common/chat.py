@@ -18,6 +18,8 @@ from embodrl.errors import EmbodrlError
 ROLES = ("system", "user", "assistant", "tool")
 MAX_CALLS = 4096
 """Largest number of different calls among which a required call is decoded."""
+MAX_CALL_CHARS = 2**18
+"""Largest number of characters of all these calls together, which a small request could multiply."""
 _MARK = "embodrl-conversation:"
 
 Message = Mapping[str, Any]
@@ -90,6 +92,8 @@ class Conversation:
         if not messages:
             raise _refused("a conversation has no messages", "give at least one message of the user")
         calls = tuple(_calls(functions)) if choice == "required" else ()
+        if choice == "required" and not calls:
+            raise _refused("a tool call is required, but an argument has no value", "correct minimum and maximum")
         return Conversation(tuple(map(_message, messages)), functions, calls)
 
     def to_text(self) -> str:
@@ -135,7 +139,7 @@ def _past_call(call: Any) -> ToolCall:
         function = call["function"]
         arguments = function["arguments"]
         return ToolCall(str(function["name"]), json.loads(arguments) if isinstance(arguments, str) else arguments)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         hint = "give {'function': {'name': ..., 'arguments': JSON}}"
         raise _refused(f"a past tool call is {call!r:.60}", hint) from error
 
@@ -165,7 +169,7 @@ def _is_schema(schema: object) -> bool:
 
 def _calls(functions: Sequence[dict[str, object]]) -> Iterator[str]:
     """Yield every call of the functions, in the order of their properties."""
-    count = 0
+    count = length = 0
     for function in functions:
         name, schema = str(function["name"]), cast("dict[str, Any]", function["parameters"])
         required = schema.get("required", ())
@@ -177,7 +181,12 @@ def _calls(functions: Sequence[dict[str, object]]) -> Iterator[str]:
             count += 1
             if count > MAX_CALLS:
                 raise _refused(f"the tools permit more than {MAX_CALLS} different calls", "give arguments fewer values")
-            yield ToolCall(name, dict(pair for pair in chosen if pair is not None)).to_text()
+            text = ToolCall(name, dict(pair for pair in chosen if pair is not None)).to_text()
+            length += len(text)
+            if length > MAX_CALL_CHARS:
+                message = f"the calls that the tools permit have more than {MAX_CALL_CHARS} characters"
+                raise _refused(message, "give arguments fewer or shorter values")
+            yield text
 
 
 def _values(name: str, key: str, about: Mapping[str, Any]) -> Sequence[object]:

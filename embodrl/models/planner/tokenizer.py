@@ -77,7 +77,7 @@ class TextPrefix:
     following: dict[int, TextPrefix] = field(default_factory=dict[int, "TextPrefix"])
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def tree(texts: tuple[str, ...]) -> TextPrefix:
     """Return the root of the prefix tree of texts, each ended by END."""
     root = TextPrefix()

@@ -6,7 +6,6 @@ Source: github.com/openai/openai-openapi, ``/chat/completions`` and ``/models``.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +14,8 @@ from embodrl.errors import WireError
 from embodrl.models.common.chat import ToolCall, ToolChoice, WrittenText
 
 MAX_TEMPERATURE = 2.0
+_LEAST_TEMPERATURE = 1e-30
+"""Logits divided by less are infinite; from there on sampling is greedy anyway."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     **{"n": (1,), "stop": ([],), "stream": (False,), "top_p": (1,), "top_logprobs": (0,), "modalities": (["text"],)},
     **{
@@ -147,9 +148,9 @@ def _temperature(content: Mapping[str, Any]) -> float | None:
     value = content.get("temperature")
     if value is None:
         return None
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MAX_TEMPERATURE:
+    if type(value) not in (int, float) or not 0 <= value <= MAX_TEMPERATURE:
         raise refused(f"the temperature is {value!r:.40}", f"send a number from 0 to {MAX_TEMPERATURE:g}")
-    return float(value)
+    return 0.0 if value < _LEAST_TEMPERATURE else float(value)
 
 
 def _whole(content: Mapping[str, Any], name: str, least: int) -> int | None:

@@ -193,6 +193,8 @@ def number(**about: Any) -> dict[str, Any]:
         (ASK, None, "required"),
         (ASK, [number()], "required"),
         (ASK, [number(minimum=0, maximum=10**9)], "required"),
+        (ASK, [number(minimum=3, maximum=1)], "required"),
+        (ASK, [number(enum=[f"{n}{'x' * 10**4}" for n in range(30)])], "required"),
     ],
 )
 def test_requests_of_another_form(request_: Any) -> None:

@@ -104,6 +104,7 @@ def test_free_text_is_sampled_by_seed_and_cut_at_the_limit(planner: VLAPolicy) -
         data = bytes(byte for token in choice["logprobs"]["content"] for byte in token["bytes"])
         assert data.decode(errors="replace") == choice["message"]["content"]
         greedy = [(await post(of(temperature=0)))[1], (await post(of()))[1]]  # serve.decoding=greedy
+        assert (await post(of(temperature=1e-40)))[1]["choices"] == greedy[0]["choices"]
         assert greedy[0]["choices"] == greedy[1]["choices"] and greedy[0]["id"] != greedy[1]["id"]
 
     talk(planner, test)
@@ -139,6 +140,8 @@ def test_concurrent_requests_of_one_temperature_are_a_batch(planner: VLAPolicy) 
         of(messages=[{"role": "robot", "content": "hello"}]),
         of(temperature=3),
         of(temperature="NaN"),
+        of(temperature=10**400),
+        of(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}]),
         of(max_tokens=0),
         of(max_tokens=3, max_completion_tokens=4),
         of(n=2),
