@@ -142,11 +142,20 @@ class RedisFiles(AbstractFileSystem):
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         path = path.rstrip("/")
         if not self.exists(path):
+            self._redis.transaction(lambda pipeline: self._forget(pipeline, path), path, f"{path}/")
             raise FileNotFoundError(path)
         names: set[bytes] = self._redis.smembers(f"{path}/")
         if names and not recursive:
             raise IsADirectoryError(path)
         self._remove(path)
+
+    def _forget(self, pipeline: Any, path: str) -> None:
+        """Remove the name of a directory that has lost its last file, unless it has one again."""
+        is_gone = not pipeline.exists(path, f"{path}/")
+        pipeline.multi()
+        parent, _, name = path.rpartition("/")
+        if is_gone:
+            pipeline.srem(f"{parent}/", name)
 
     def _remove(self, path: str) -> None:
         """Remove what is in a directory; then it, or a file, and its name in its own directory."""

@@ -65,6 +65,17 @@ def test_directories_are_as_in_a_file_system(files):
     assert not files._redis.keys()
 
 
+def test_a_note_that_was_removed_is_not_listed(url):
+    store = Store(url)
+    store.create()
+    store.put_note("leases/a", {"beats": 1})
+    store.put_note("leases/b", {"beats": 1})
+    assert store.names("leases") == ["leases/a", "leases/b"]
+    store.remove("leases/a")
+    store.remove("leases/c")
+    assert store.names("leases") == ["leases/b"] and store.mark("leases/b") is not None
+
+
 def test_two_prefixes_are_two_stores(url, tmp_path):
     first, second = Store(url), Store(url.replace("/one", "/two"))
     first.create()
