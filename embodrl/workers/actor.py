@@ -187,8 +187,10 @@ class ActorWorker(SendingWorker):
             restore_generator(args[place], state)
         self._engine.onload()
         update.hold(held)
-        answer = getattr(update, method)(*args)
-        update.hold(None)
+        try:
+            answer = getattr(update, method)(*args)
+        finally:
+            update.hold(None)
         states = {place: generator_state(args[place]) for place in generators}
         return answer if self.rank == 0 else None, states, self._engine.counters()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from expect import raises_code
 from tiny_training import tiny_rollout, training_config
 
 from embodrl.config.schema import Config
-from embodrl.data.shared_inputs import INPUTS, ROW, SHARED, numbered
+from embodrl.data.shared_inputs import INPUTS, ROW, SHARED, RowInputs, numbered
 from embodrl.data.shared_rows import shared_memory_batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import solve
@@ -19,6 +21,7 @@ from embodrl.errors import BatchIndexError
 from embodrl.processes.frames import Connection, Frame, Kind, socket_pair
 from embodrl.processes.traffic import totals
 from embodrl.scheduler.messages import CODEC
+from embodrl.workers.actor import ActorWorker
 from embodrl.workers.async_collector import join_shards
 from embodrl.workers.policy import build_policy
 from embodrl.workers.rollout_process import shares_inputs
@@ -96,6 +99,16 @@ def test_messages_have_the_small_columns_only(whole: list[TrajectoryBatch]) -> N
 def test_rows_of_no_file_are_an_error(whole: list[TrajectoryBatch]) -> None:
     with raises_code("batch-index", BatchIndexError):
         shared(whole)[0].meta[SHARED].at(torch.tensor([1 << 32]))
+
+
+def test_inputs_are_released_after_an_error(whole: list[TrajectoryBatch]) -> None:
+    held: list[RowInputs | None] = []
+    worker = ActorWorker.__new__(ActorWorker)
+    worker._engine = cast("Any", SimpleNamespace(onload=lambda: None))
+    worker._updates = [SimpleNamespace(hold=held.append, update=lambda: 1 / 0)]
+    with pytest.raises(ZeroDivisionError):
+        worker.call_update(0, "update", [], {}, shared(whole)[0].meta[SHARED])
+    assert len(held) == 2 and held[1] is None
 
 
 OFF = {
