@@ -185,7 +185,8 @@ def teacher_exists(context: Context) -> Iterator[Finding]:
 def dagger_expert_exists(context: Context) -> Iterator[Finding]:
     """A policy that labels as the expert is a directory of a known family."""
     key, path = "algorithm.dagger.expert", context.config.algorithm.dagger.expert
-    if path in (None, *context.made_before) or context.resuming:
+    # No checkpoint has it: a training that goes on loads it again.
+    if path in (None, *context.made_before) or (context.resuming and context.verb != "train"):
         return
     hint = "give a directory made by `embodrl train`, `sft` or `export`, or null for the scripted expert"
     for message, better in _no_policy(key, path):

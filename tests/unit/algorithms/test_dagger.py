@@ -14,6 +14,7 @@ from expect import raises_code
 
 from embodrl.algorithms.dagger import beta_of, dagger, distance
 from embodrl.config import load_config
+from embodrl.config.load import load_run
 from embodrl.config.schema import DaggerConfig
 from embodrl.data.replay import MAX_WORDS, ReplayBuffer, decode_words, encode_words, labelled_frames
 from embodrl.errors import ConfigError, EmbodrlError, EnvTimeout
@@ -162,6 +163,11 @@ def test_a_policy_labels_in_place_of_a_scripted_expert(tmp_path: Path) -> None:
     np.testing.assert_array_equal(columns["labels"].numpy()[:, 0], labels)
     with raises_code("expert-state", EmbodrlError):
         experts.actions(replace(observation, state=np.ones((B, 4), np.float32)))
+    (tmp_path / "config.yaml").write_text(load_config(settings).to_yaml())
+    (tmp_path / "policy").rename(tmp_path / "elsewhere")
+    assert load_run(tmp_path / "config.yaml", verb="eval", resuming=True)
+    with raises_code("dagger-expert-exists"):  # before a resumed run starts its simulators
+        load_run(tmp_path / "config.yaml", verb="train", resuming=True)
 
 
 def test_a_policy_may_be_the_expert_where_no_script_is(tmp_path: Path) -> None:
