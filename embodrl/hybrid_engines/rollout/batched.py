@@ -12,6 +12,7 @@ from torch import Tensor
 
 from embodrl.data.rng import RandomSource
 from embodrl.envs.environment import Tool
+from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.chat import Conversation, Message, ToolCall, ToolChoice, WrittenText, parse_calls
@@ -69,6 +70,13 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
         """Return the oldest requests of one kind."""
         wants_values = waiting[0].content.seed is None
         return [request for request in waiting if (request.content.seed is None) == wants_values][: self.max_batch]
+
+    def _computed(self, contents: list[_Content]) -> Sequence[PolicyOutput | Tensor | Exception]:
+        answers = super()._computed(contents)
+        if len(contents) == 1 or not isinstance(answers[0], EmbodrlError) or not self.engine.policy.writes_text:
+            return answers
+        # A conversation that is too long must not fail those of other episodes.
+        return [answer for one in contents for answer in BatchPump._computed(self, [one])]
 
     def compute(self, batch: list[_Content]) -> Sequence[PolicyOutput | Tensor]:
         observation = Observation.concat([content.observation for content in batch])

@@ -71,6 +71,23 @@ def test_concurrent_messages_are_one_batch_and_each_episode_draws_its_own(planne
     torch.testing.assert_close(alone[0].output.logprobs, several[0].output.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("decoding", [None, "greedy"])
+def test_a_conversation_that_is_too_long_fails_alone(planner: VLAPolicy, decoding: Any) -> None:
+    async def long(engine: EpisodeEngine) -> str:
+        with raises_code("planner-prompt-too-long", EmbodrlError):
+            await engine.generate([{"role": "user", "content": "x" * 500}])
+        return "refused"
+
+    def shared() -> BatchedEngine:
+        engine = engine_of(planner)
+        return DecidingEngine(engine, decoding, 4, None) if decoding else BatchedEngine(engine, False, 4)
+
+    refused, found = played(shared(), long, look)
+    assert refused == "refused" and found.tool_calls
+    _, same = played(shared(), look, look)
+    assert found.text == same.text
+
+
 def test_an_evaluation_writes_the_most_probable_message(planner: VLAPolicy) -> None:
     engine = engine_of(planner)
     texts = {played(DecidingEngine(engine, "greedy", 4, None), look, look)[row].text for row in (0, 1)}
