@@ -38,18 +38,20 @@ def read(ids: Sequence[int]) -> Conversation:
     Raises:
         EmbodrlError: the tokens are no prompt.
     """
-    *parts, last = _parts(ids)
-    marked = [(_NAMES.get(mark), text) for mark, text in parts]
-    tools = ()
-    if marked and marked[0][0] == _TOOLS:
-        tools = tuple(json.loads(marked.pop(0)[1]))
+    refused = EmbodrlError(
+        "the tokens are no prompt of the planner",
+        "write messages with their roles, each ended by END, and the assistant's role at the end",
+        code="planner-prompt",
+    )
+    try:
+        *parts, last = _parts(ids)
+        marked = [(_NAMES.get(mark), text) for mark, text in parts]
+        tools = tuple(json.loads(marked.pop(0)[1])) if marked and marked[0][0] == _TOOLS else ()
+    except (ValueError, TypeError) as error:  # padding, or tools that are no JSON
+        raise refused from error
     messages = tuple((name, text) for name, text in marked if name is not None)
     if last != (ROLE_IDS["assistant"], "") or not messages or any(name not in ROLES for name, _ in marked):
-        raise EmbodrlError(
-            "the tokens are no prompt of the planner",
-            "write messages with their roles, each ended by END, and the assistant's role at the end",
-            code="planner-prompt",
-        )
+        raise refused
     return Conversation(messages, tools)
 
 

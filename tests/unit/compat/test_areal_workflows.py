@@ -110,7 +110,8 @@ def test_prompts_are_read_as_they_are_written() -> None:
     conversation = Conversation.of([*ASK, {"role": "assistant", "content": "über"}, *ASK], [LOOK])
     assert planner.read(planner.encode(conversation)) == conversation
     assert planner.read(planner.encode(Conversation.of(ASK))) == Conversation.of(ASK)
-    for ids in ([], [65, 66], planner.encode(conversation)[:-1], [planner.ROLE_IDS["assistant"]]):
+    padded, no_tools = [planner.PAD, *planner.encode(conversation)], [planner.TOOLS, *planner.encode(conversation)]
+    for ids in ([], [65, 66], planner.encode(conversation)[:-1], [planner.ROLE_IDS["assistant"]], padded, no_tools):
         with raises_code("planner-prompt", EmbodrlError):
             planner.read(ids)
 
