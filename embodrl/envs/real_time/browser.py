@@ -6,6 +6,7 @@ import hmac
 import logging
 import secrets
 import struct
+import sys
 import threading
 import zlib
 from http import HTTPStatus
@@ -137,7 +138,9 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: a browser may leave at any time."""
+        """Log an error, such as a stop that could not be written; a browser may leave at any time."""
+        if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):
+            logger.exception("a key or picture of the page was lost")
 
 
 class _Handler(BaseHTTPRequestHandler):

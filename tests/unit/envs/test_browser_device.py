@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import socket
 from collections.abc import Iterator
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse, RemoteDisconnected
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +81,18 @@ def test_others_are_refused(browser: Browser) -> None:
     assert ask(browser, "POST", "keys", b"d" * (MAX_KEYS + 1)).status == 413
     assert ask(browser, "POST", "keys", b"", **{"Content-Length": "-1", "Host": here}).status == 413
     assert browser.read() is None
+
+
+def test_a_stop_that_is_lost_is_reported(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(browser._keyboard._controls, "say", full)
+    with pytest.raises(RemoteDisconnected):
+        ask(browser, "POST", "keys", b" ")
+    assert "No space left on device" in caplog.text and browser.url.split("/")[-2] not in caplog.text
 
 
 def test_the_page_ends_with_the_device(tmp_path: Path) -> None:
