@@ -129,6 +129,7 @@ def test_a_run_moves_to_a_faster_placement(config: Path, tmp_path: Path, machine
         *("cluster.launcher=ray", f"cluster.ray_address={machines(3).address}", "cluster.num_nodes=3"),
         *("cluster.device=cpu", "actor=fsdp", "cluster.placement=auto", "cluster.training_share=0.01"),
         *("cluster.rebalance=1", "runner.max_staleness=1", "algorithm.decoupled.enabled=true"),
+        "algorithm.update_epoch=20",  # training is most of the work on any processor
     )
     assert done.code == 0, done.stderr
     log = (run_dir / "logs" / "embodrl.log").read_text()
