@@ -318,7 +318,7 @@ class InferenceEngine:
         return await self._engine.act(observation)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Write the next message of a prompt, in one batch with those of other episodes.
+        """Generate the next message of a prompt; requests of concurrent episodes are batched.
 
         Raises:
             EmbodrlError: several samples are asked for (``areal-counterpart``), the tokens are no prompt

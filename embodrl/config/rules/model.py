@@ -181,11 +181,21 @@ def teacher_exists(context: Context) -> Iterator[Finding]:
         yield Finding(key, message, hint, others=("model.num_action_chunks",))
 
 
-@rule("algorithm.dagger.expert")
+@rule("algorithm.dagger.expert", "algorithm.off_policy", "store.url")
 def dagger_expert_exists(context: Context) -> Iterator[Finding]:
-    """A policy that labels as the expert is a directory of a known family."""
+    """A policy that labels as the expert is a directory of a known family, and is asked."""
     key, path = "algorithm.dagger.expert", context.config.algorithm.dagger.expert
-    # No checkpoint has it: a training that goes on loads it again.
+    off_policy = context.config.algorithm.off_policy
+    if path is not None and context.config.store_url is not None:
+        hint = "give it to the collectors: store.intervention=DIR"
+        yield Finding(key, "has no effect: collectors correct what a store gets", hint, "null", others=("store.url",))
+        return
+    if path is not None and off_policy.interventions and off_policy.intervention_device is not None:
+        device = "algorithm.off_policy.intervention_device"
+        message = "has no effect: a person corrects at the device"
+        yield Finding(key, message, "set one of them to null", "null", others=(device,))
+        return
+    # Not in any checkpoint, so a resumed run loads it again.
     if path in (None, *context.made_before) or (context.resuming and context.verb != "train"):
         return
     hint = "give a directory made by `embodrl train`, `sft` or `export`, or null for the scripted expert"

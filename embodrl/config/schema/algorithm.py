@@ -247,7 +247,7 @@ class DaggerConfig(Section):
     gate_steps: Annotated[PositiveInt, AppliesIf("algorithm.dagger.gate_threshold"), ReadBy("train", "store")] = Field(
         default=5, description="policy steps for which the expert keeps control afterwards"
     )
-    expert: Annotated[PathText | None, ReadBy("train", "store")] = Field(
+    expert: PathText | None = Field(
         default=None,
         description="directory of a policy that labels and acts as the expert, for example one that learned by reward"
         " from the simulator's state; null: the simulator's scripted expert",

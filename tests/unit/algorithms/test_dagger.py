@@ -170,6 +170,24 @@ def test_a_policy_labels_in_place_of_a_scripted_expert(tmp_path: Path) -> None:
         load_run(tmp_path / "config.yaml", verb="train", resuming=True)
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        ["algorithm=hil_serl", "algorithm.off_policy.intervention_device=keyboard"],
+        ["algorithm=hil_serl", "store.url={tmp}/store"],
+    ],
+)
+def test_a_policy_that_nobody_asks_is_refused(others: list[str], tmp_path: Path) -> None:
+    settings = ["env=toy", "model=mlp", *(text.format(tmp=tmp_path) for text in others)]
+    with pytest.raises(ConfigError) as caught:
+        load_config([*settings, f"algorithm.dagger.expert={tmp_path}"], verb="train")
+    (found,) = [problem for problem in caught.value.problems if problem.key == "algorithm.dagger.expert"]
+    assert "no effect" in found.message
+    with pytest.raises(ConfigError) as caught:
+        load_config(["env=toy", "model=mlp", "algorithm.dagger.expert=x"], verb="store")
+    assert "setting-of-another-verb" in {problem.code for problem in caught.value.problems}
+
+
 def test_a_policy_may_be_the_expert_where_no_script_is(tmp_path: Path) -> None:
     settings = ["env=gymnasium", "model=mlp", "algorithm=dagger"]
     for more, refused in ([], True), ([f"algorithm.dagger.expert={tmp_path}"], False):  # which is no policy, either
