@@ -23,6 +23,7 @@ from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigError
 from embodrl.pipelines.load import load_config
 from embodrl.tools.sweep.combinations import expand_sweep
+from embodrl.tools.sweep.launcher import read_launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = ROOT / "scripts" / "capabilities.yaml"
@@ -91,7 +92,9 @@ def outcome(command: str) -> str:
     named = " ".join(word for word in words if "=" not in word)
     if named == "serve":
         settings = arguments_of(settings)[1]
-    runs = [run.overrides for run in expand_sweep(settings)] if named == "sweep" else [settings]
+    runs = (
+        [run.overrides for run in expand_sweep(read_launcher(settings).overrides)] if named == "sweep" else [settings]
+    )
     try:
         for overrides in runs:
             load_config(list(overrides), verb=CHECKED.get(named, named))

@@ -344,7 +344,7 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
     problems: list[ConfigProblem] = []
     for argument in arguments:
         if argument.key == "hydra" or argument.key.startswith(("hydra.", "hydra/")):
-            hint = "remove it; embodrl uses Hydra only to choose presets"
+            hint = "remove it; embodrl uses Hydra only to choose presets, and `embodrl sweep` for its launchers"
             problems.append(
                 ConfigProblem(
                     argument.key,

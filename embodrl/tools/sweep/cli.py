@@ -49,10 +49,13 @@ def sweep(
     """
 
     def action() -> int:
+        from embodrl.tools.sweep.launcher import read_launcher
         from embodrl.tools.sweep.runs import new_sweep
 
         choose(backend, BACKENDS, "backend")
-        return work(new_sweep(overrides or [], config, output, jobs, backend, shlex.split(slurm), trust))
+        launch = read_launcher(overrides or [])
+        chosen, options = launch.backend or backend, [*shlex.split(slurm), *launch.slurm]
+        return work(new_sweep(launch.overrides, config, output, launch.jobs or jobs, chosen, options, trust))
 
     execute(action, debug)
 

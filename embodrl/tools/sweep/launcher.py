@@ -1,0 +1,91 @@
+"""Settings of Hydra's launchers among the arguments of a sweep, for commands that come from other systems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from embodrl.errors import UsageError
+from embodrl.names import nearest
+
+Value = TypeVar("Value")
+
+KEY = "hydra/launcher"
+PREFIX = "hydra.launcher."
+LAUNCHERS = {
+    "basic": "local",
+    "joblib": "local",
+    "submitit_local": "local",
+    "submitit_slurm": "slurm",
+    "slurm": "slurm",
+}
+"""Launcher -> backend of `embodrl sweep`."""
+JOBS = ("array_parallelism", "n_jobs")
+OPTIONS: dict[str, Callable[[str], str]] = {
+    "timeout_min": lambda minutes: f"--time={minutes}",
+    "mem_gb": lambda gigabytes: f"--mem={gigabytes}G",
+    "tasks_per_node": lambda tasks: f"--ntasks-per-node={tasks}",
+    **{
+        name: lambda value, name=name: f"--{name.replace('_', '-')}={value}"
+        for name in ("account", "comment", "constraint", "cpus_per_task", "exclude", "gpus_per_node", "gpus_per_task")
+    },
+    **{name: lambda value, name=name: f"--{name}={value}" for name in ("nodes", "partition", "qos")},
+}
+"""Setting of submitit's launcher -> option of sbatch."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a sweep's arguments say about how its runs start.
+
+    Attributes:
+        overrides: the other arguments.
+        backend: of the sweep; None where they don't say.
+        jobs: runs at a time; None where they don't say.
+        slurm: options of sbatch.
+    """
+
+    overrides: list[str]
+    backend: str | None = None
+    jobs: int | None = None
+    slurm: tuple[str, ...] = ()
+
+
+def read_launcher(arguments: Sequence[str]) -> Launch:
+    """Take ``hydra/launcher=NAME`` and ``hydra.launcher.SETTING=VALUE`` out of the arguments of a sweep.
+
+    Raises:
+        UsageError: an unknown launcher or setting, no number of runs, or options of Slurm for another launcher.
+    """
+    overrides = [text for text in arguments if not text.lstrip("+").startswith((f"{KEY}=", PREFIX))]
+    given = dict(text.lstrip("+").split("=", 1) for text in arguments if text not in overrides and "=" in text)
+    backend = _known(given.pop(KEY), LAUNCHERS, KEY) if KEY in given else None
+    jobs, options = None, []
+    for key, value in given.items():
+        name = key.removeprefix(PREFIX)
+        if name in JOBS:
+            jobs = _number(key, value)
+        else:
+            options.append(_known(name, OPTIONS, "hydra.launcher")(value.strip("'\"")))
+    if options and backend != "slurm":
+        raise UsageError(
+            f"{', '.join(given)}: options of Slurm's jobs, but the runs are not jobs of Slurm",
+            f"add {KEY}=submitit_slurm",
+            code="sweep-launcher",
+        )
+    return Launch(overrides, backend, jobs, tuple(options))
+
+
+def _known(name: str, known: dict[str, Value], key: str) -> Value:
+    if name not in known:
+        near = nearest(name, list(known))
+        message = f"{key}: {name!r} is not known" + (f"; nearest: {near}" if near else "")
+        raise UsageError(message, f"allowed: {', '.join(sorted(known))}", code="sweep-launcher")
+    return known[name]
+
+
+def _number(key: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{key}: {text!r} is not a number of runs", "give 1 or more", code="sweep-launcher")
+    return int(text)
