@@ -36,7 +36,7 @@ OPTIONS: dict[str, Callable[[str], str]] = {
 
 
 @dataclass(frozen=True)
-class Launch:
+class HydraLauncher:
     """What a sweep's arguments say about how its runs start.
 
     Attributes:
@@ -52,7 +52,7 @@ class Launch:
     slurm: tuple[str, ...] = ()
 
 
-def read_launcher(arguments: Sequence[str]) -> Launch:
+def read_launcher(arguments: Sequence[str]) -> HydraLauncher:
     """Take ``hydra/launcher=NAME`` and ``hydra.launcher.SETTING=VALUE`` out of the arguments of a sweep.
 
     Raises:
@@ -74,7 +74,7 @@ def read_launcher(arguments: Sequence[str]) -> Launch:
             f"add {KEY}=submitit_slurm",
             code="sweep-launcher",
         )
-    return Launch(overrides, backend, jobs, tuple(options))
+    return HydraLauncher(overrides, backend, jobs, tuple(options))
 
 
 def _known(name: str, known: dict[str, Value], key: str) -> Value:

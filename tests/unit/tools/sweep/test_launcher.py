@@ -10,18 +10,18 @@ from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.errors import UsageError
-from embodrl.tools.sweep.launcher import Launch, read_launcher
+from embodrl.tools.sweep.launcher import HydraLauncher, read_launcher
 from tests.helpers.expect import raises_code
 
 
 def test_settings_of_a_launcher_become_options_of_the_sweep() -> None:
-    assert read_launcher(["env=toy", "runner.seed=0,1"]) == Launch(["env=toy", "runner.seed=0,1"])
+    assert read_launcher(["env=toy", "runner.seed=0,1"]) == HydraLauncher(["env=toy", "runner.seed=0,1"])
     slurm = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=90", "+hydra.launcher.gpus_per_node=2"]
     more = ["hydra.launcher.mem_gb=32", "hydra.launcher.partition='long'", "hydra.launcher.array_parallelism=4"]
-    assert read_launcher([slurm[0], "runner.seed=0,1", *slurm[1:], *more]) == Launch(
+    assert read_launcher([slurm[0], "runner.seed=0,1", *slurm[1:], *more]) == HydraLauncher(
         ["runner.seed=0,1"], "slurm", 4, ("--time=90", "--gpus-per-node=2", "--mem=32G", "--partition=long")
     )
-    assert read_launcher(["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == Launch([], "local", 2)
+    assert read_launcher(["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == HydraLauncher([], "local", 2)
 
 
 @pytest.mark.parametrize(
