@@ -326,12 +326,17 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
 
 
 def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
-    """Return the advantages of a rollout by the estimator ``algorithm.adv_type``.
+    """Return the advantages of a rollout, of whatever tasks, by the estimator ``algorithm.adv_type``.
 
     Raises EmbodrlError if the estimator returns the wrong type or shape, or non-finite values.
     """
+    return estimate(batch.replace(rewards=penalized_rewards(batch, config)), config)
+
+
+def estimate(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
+    """Return the advantages of the rewards as they are, without a KL; errors as ``compute_advantages``."""
     arguments: dict[str, Any] = {
-        "rewards": penalized_rewards(batch, config),
+        "rewards": batch.rewards,
         "values": batch.values,
         "valid": batch.valid,
         "terminated": batch.terminated,
@@ -341,17 +346,17 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
         "task_id": batch.task_id,
         "group_id": group_ids(batch),
     } | config.arguments_of("estimator")
-    estimate = _checked(call_named(ADVANTAGES.get(config.adv_type), arguments), batch, config.adv_type)
+    found = _checked(call_named(ADVANTAGES.get(config.adv_type), arguments), batch, config.adv_type)
     if not config.normalize_advantages:
-        return estimate
+        return found
     if config.normalization_scope == "group":
-        return replace(estimate, advantages=normalize_by_group(batch, estimate, config.min_group_std))
+        return replace(found, advantages=normalize_by_group(batch, found, config.min_group_std))
     weights = None
     # The loss sees a chunk's advantage once per valid action, so the mean must too.
     by_action = config.loss_agg == "token_mean" and config.logprob_type != "chunk_level"
-    if by_action and estimate.advantages.shape[-1] == 1:
+    if by_action and found.advantages.shape[-1] == 1:
         weights = batch.valid.sum(-1, keepdim=True)
-    return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid, weights, estimate.returns))
+    return replace(found, advantages=normalize(found.advantages, found.valid, weights, found.returns))
 
 
 def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:

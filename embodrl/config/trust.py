@@ -19,6 +19,7 @@ import secrets
 import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import cast
 
 from embodrl.config.nodes import MAX_FILE_BYTES, Node, lookup
 from embodrl.errors import ConfigProblem
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 CODE_SETTINGS = {
     "actor.optim.fn": "a function",
     "algorithm.adv_type": "a function, if it is module:function",
+    "algorithm.by_task": "a function, if an adv_type is module:function",
     "algorithm.loss_type": "a function, if it is module:function",
     "algorithm.off_policy.intervention_device": "a function, if it is module:function",
     "algorithm.srpo.encoder": "a function, if it is module:function",
@@ -71,8 +73,15 @@ def code_settings(tree: Node) -> dict[str, object]:
 def _runs_code(key: str, value: object) -> bool:
     if value in (None, "auto", "", []):
         return False
+    if key == "algorithm.by_task" and isinstance(value, list):
+        names = (_name_in(entry) for entry in cast("list[object]", value))
+        return any(_runs_code("algorithm.adv_type", name) for name in names)
     # A reference (${section.key}) may resolve to anything.
     return key in _ALWAYS or not isinstance(value, str) or ":" in value or "${" in value
+
+
+def _name_in(entry: object) -> object:
+    return cast("dict[str, object]", entry).get("adv_type") if isinstance(entry, dict) else entry
 
 
 def untrusted_code(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:

@@ -51,11 +51,11 @@ def proximal(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatc
     return batch
 
 
-def advantage(context: PipelineContext, batch: TrajectoryBatch) -> Advantages:
-    """Estimate advantages and returns with ``algorithm.adv_type``."""
-    from embodrl.algorithms.advantages import compute_advantages
+def advantage(context: PipelineContext, batch: TrajectoryBatch) -> tuple[Advantages, Metrics]:
+    """Estimate advantages and returns with ``algorithm.adv_type``, and of single tasks with ``algorithm.by_task``."""
+    from embodrl.algorithms.by_task import advantages_by_task
 
-    return compute_advantages(batch, context.config.algorithm)
+    return advantages_by_task(batch, context.config.algorithm, context.config.env.tasks)
 
 
 def train(

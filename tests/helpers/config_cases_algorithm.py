@@ -7,7 +7,82 @@ from config_case import Wrong
 WITHOUT_CRITIC = ("algorithm.loss_type=actor", "model.add_value_head=false", "actor.optim.critic_warmup_iterations=0")
 BRANCH = ("algorithm=branch", "actor.optim.critic_warmup_iterations=0", "env.train.max_steps_per_rollout_epoch=50")
 
+BY_TASK, NO_WARM_UP = "algorithm.by_task", "actor.optim.critic_warmup_iterations=0"
+
 ALGORITHMS = [
+    Wrong(
+        "settings of a task that is not played",
+        f"{BY_TASK}.0.task",
+        "tasks-of-settings-are-played",
+        (f"{BY_TASK}=[{{task: PushCub-v1,gamma: 0.5}}]",),
+        names="PushCube-v1",
+    ),
+    Wrong(
+        "settings of a task in two items",
+        f"{BY_TASK}.1.task",
+        "tasks-of-settings-are-played",
+        (f"{BY_TASK}=[{{task: PushCube-v1,gamma: 0.5}},{{task: PushCube-v1,weight: 2.0}}]",),
+    ),
+    Wrong(
+        "a task without settings",
+        f"{BY_TASK}.0.task",
+        "tasks-of-settings-are-played",
+        (f"{BY_TASK}=[{{task: PushCube-v1}}]",),
+    ),
+    Wrong(
+        "unknown estimator of a task",
+        f"{BY_TASK}.0.adv_type",
+        "tasks-have-advantages",
+        (f"{BY_TASK}=[{{task: PushCube-v1,adv_type: gaee}}]",),
+        names="gae",
+    ),
+    Wrong(
+        "task without values beside a critic",
+        f"{BY_TASK}.0.adv_type",
+        "tasks-have-advantages",
+        (f"{BY_TASK}=[{{task: PushCube-v1,adv_type: reinforce_pp}}]",),
+        names="reinforce_pp",
+    ),
+    Wrong(
+        "task without advantages",
+        f"{BY_TASK}.0.adv_type",
+        "tasks-have-advantages",
+        (f"{BY_TASK}=[{{task: PushCube-v1,adv_type: none}}]",),
+        names="none",
+    ),
+    Wrong(
+        "estimators of tasks without rollouts to train on",
+        BY_TASK,
+        "tasks-have-advantages",
+        (f"{BY_TASK}=[{{task: PushCube-v1,gamma: 0.5}}]", "algorithm=sac", "model=mlp", NO_WARM_UP),
+    ),
+    Wrong(
+        "lambda of a task whose estimator has none",
+        f"{BY_TASK}.0.gae_lambda",
+        "settings-of-tasks-are-read",
+        (f"{BY_TASK}=[{{task: PushCube-v1,gae_lambda: 0.5}}]", "algorithm.adv_type=reinforce_pp", *WITHOUT_CRITIC),
+        names="reinforce_pp",
+    ),
+    Wrong(
+        "discount of a task beside shaped rewards",
+        f"{BY_TASK}.0.gamma",
+        "settings-of-tasks-are-read",
+        (f"{BY_TASK}=[{{task: PushCube-v1,gamma: 0.5}}]", "env.reward_mode=potential"),
+    ),
+    Wrong(
+        "groups of a task whose rows are drawn",
+        "algorithm.pf_ppo.method",
+        "rows-are-drawn-for-ppo",
+        (
+            "algorithm.pf_ppo.method=pow",
+            "algorithm.adv_type=reinforce_pp",
+            f"{BY_TASK}=[{{task: PushCube-v1,adv_type: rloo}}]",
+            *WITHOUT_CRITIC,
+            "algorithm.group_size=8",
+            "env.train.ignore_terminations=true",
+        ),
+        names="rloo",
+    ),
     Wrong(
         "estimator of no module",
         "algorithm.adv_type",

@@ -11,7 +11,7 @@ from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.errors import EmbodrlError
 from embodrl.names import is_misspelt, nearest
 from embodrl.rule_set import Finding
-from embodrl.specs import ADVANTAGES, LOSSES, MODELS
+from embodrl.specs import ADVANTAGES, LOSSES, MODELS, FunctionRegistry
 
 USER_FUNCTIONS = "docs/algorithms.md"
 PARTS = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
@@ -21,17 +21,21 @@ PARTS = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
 def parts_are_registered(context: Context) -> Iterator[Finding]:
     """Estimator and loss have registered names, or are custom functions with available parameters."""
     for key, table in PARTS:
-        name: str = getattr(context.config.algorithm, key)
-        if ":" in name and name not in table.names():
-            try:
-                table.entry(name)
-            except EmbodrlError as error:
-                yield Finding(f"algorithm.{key}", error.message, error.hint or f"see {USER_FUNCTIONS}")
-        elif name not in table:
-            near = nearest(name, table.names())
-            hint = f"write algorithm.{key}={near}" if is_misspelt(name, near) else "see `embodrl list algorithms`"
-            near, hint = advice(f"algorithm.{key}", name) or (near, hint)
-            yield Finding(f"algorithm.{key}", f"there is no {table.kind} '{name}'", hint, ", ".join(table), near)
+        yield from unregistered(f"algorithm.{key}", getattr(context.config.algorithm, key), table)
+
+
+def unregistered(key: str, name: str, table: FunctionRegistry) -> Iterator[Finding]:
+    """Yield a finding unless a key names a registered function, or a custom one with available parameters."""
+    if ":" in name and name not in table.names():
+        try:
+            table.entry(name)
+        except EmbodrlError as error:
+            yield Finding(key, error.message, error.hint or f"see {USER_FUNCTIONS}")
+    elif name not in table:
+        near = nearest(name, table.names())
+        hint = f"write {key}={near}" if is_misspelt(name, near) else "see `embodrl list algorithms`"
+        near, hint = advice(key, name) or (near, hint)
+        yield Finding(key, f"there is no {table.kind} '{name}'", hint, ", ".join(table), near)
 
 
 @rule("algorithm.adv_type", "algorithm.loss_type", "model.add_value_head")
@@ -137,16 +141,17 @@ def levels_fit(context: Context) -> Iterator[Finding]:
             )
 
 
-@rule("algorithm.adv_type", "algorithm.group_size")
+@rule("algorithm.adv_type", "algorithm.by_task", "algorithm.group_size")
 def groups_for_group_estimators(context: Context) -> Iterator[Finding]:
     """Estimators that compare the episodes of a group need groups."""
-    algorithm = context.config.algorithm
-    if context.estimator.needs_groups and algorithm.group_size < 2:
-        message = f"adv_type '{algorithm.adv_type}' compares the episodes of a group; a group of 1 can't be compared"
-        yield Finding("algorithm.group_size", message, "set it to 8", "at least 2", others=("algorithm.adv_type",))
+    grouped = context.grouped_by
+    if grouped and context.config.algorithm.group_size < 2:
+        name = context.estimators[grouped].name
+        message = f"adv_type '{name}' compares the episodes of a group; a group of 1 can't be compared"
+        yield Finding("algorithm.group_size", message, "set it to 8", "at least 2", others=(grouped,))
 
 
-@rule("algorithm.pf_ppo", "algorithm.adv_type", "algorithm.loss_type")
+@rule("algorithm.pf_ppo", "algorithm.adv_type", "algorithm.by_task", "algorithm.loss_type")
 def rows_are_drawn_for_ppo(context: Context) -> Iterator[Finding]:
     """Rows drawn by their rewards are no groups any more, and records are drawn by other means."""
     algorithm = context.config.algorithm
@@ -155,10 +160,11 @@ def rows_are_drawn_for_ppo(context: Context) -> Iterator[Finding]:
     if context.loss.learns_from_records:
         message = f"loss_type '{algorithm.loss_type}' does not train on a rollout"
         yield Finding("algorithm.pf_ppo.method", message, "set it to null", "null", others=("algorithm.loss_type",))
-    elif context.estimator.needs_groups:
-        message = f"adv_type '{algorithm.adv_type}' balances the episodes of a group, which drawing would undo"
+    elif grouped := context.grouped_by:
+        name = context.estimators[grouped].name
+        message = f"adv_type '{name}' balances the episodes of a group, which drawing would undo"
         hint = "set algorithm.pf_ppo.method=null, or choose algorithm=ppo"
-        yield Finding("algorithm.pf_ppo.method", message, hint, "null", others=("algorithm.adv_type",))
+        yield Finding("algorithm.pf_ppo.method", message, hint, "null", others=(grouped,))
 
 
 @rule("algorithm.normalize_advantages", "algorithm.normalization_scope", "algorithm.group_size")
@@ -197,16 +203,20 @@ def filter_keeps_something(context: Context) -> Iterator[Finding]:
 BRANCH = "algorithm.branch.enabled"
 
 
-@rule("algorithm.branch", "algorithm.adv_type", "runner.max_staleness", "rollout.workflow", "env.env_type")
+@rule(
+    *("algorithm.branch", "algorithm.adv_type", "algorithm.by_task"),
+    *("runner.max_staleness", "rollout.workflow", "env.env_type"),
+)
 def branches_can_be_compared(context: Context) -> Iterator[Finding]:
     """Branching episodes are compared within their groups, in lockstep, from exactly restorable states."""
     config = context.config
     if not config.algorithm.branch.enabled:
         return
-    if not context.estimator.needs_groups:
-        message = f"adv_type '{config.algorithm.adv_type}' does not compare the episodes that continue from one state"
-        able = ", ".join(name for name in ADVANTAGES if ADVANTAGES.entry(name).needs_groups)
-        yield Finding("algorithm.adv_type", message, "set it to rloo, as algorithm=branch does", able, others=(BRANCH,))
+    for key, spec in context.estimators.items():
+        if not spec.needs_groups:
+            message = f"adv_type '{spec.name}' does not compare the episodes that continue from one state"
+            able = ", ".join(name for name in ADVANTAGES if ADVANTAGES.entry(name).needs_groups)
+            yield Finding(key, message, "set it to rloo, as algorithm=branch does", able, others=(BRANCH,))
     if config.runner.max_staleness:
         message = "a group branches before its rollout, but rollouts that run ahead begin at resets"
         yield Finding("runner.max_staleness", message, "set it to 0", "0", others=(BRANCH,))
@@ -474,8 +484,10 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     """Yield algorithm keys, whether they have no effect, and the reason."""
     config = context.config
     algorithm = config.algorithm
-    adv = context.estimator
+    estimators = context.estimators.values()
     loss = context.loss
+    own = "every task of env.tasks has an adv_type in algorithm.by_task"
+    yield "algorithm.adv_type", "algorithm.adv_type" not in context.estimators, own
     adv_type = f"adv_type is '{algorithm.adv_type}'"
     recorded = f"loss_type '{algorithm.loss_type}' learns from recorded data"
     for name in (*LOSS_KEYS.values(), *ON_POLICY):
@@ -487,21 +499,22 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     for name in (
         set(type(algorithm).model_fields)
         - set(AlgorithmConfig.model_fields)
-        - {adv.section or adv.name, loss.section or loss.name}
+        - {each.section or each.name for each in (*estimators, loss)}
     ):
         owners = [
             each.name for kind in (ADVANTAGES, LOSSES) for each in kind.all() if name in (each.name, each.section)
         ]
         yield f"algorithm.{name}", True, f"neither adv_type nor loss_type is {' or '.join(owners)}"
-    yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
-    summed = adv.sums_rewards and algorithm.gamma == 1
+    yield "algorithm.gae_lambda", all("gae_lambda" in each.ignores for each in estimators), adv_type
+    gammas = {algorithm.gamma, *(each.gamma for each in algorithm.by_task if each.gamma is not None)}
+    summed = all(each.sums_rewards for each in estimators) and gammas == {1}
     yield "algorithm.reward_type", summed, f"{adv_type} and gamma is 1"
     weighted = config.recomputes_logprobs and not algorithm.decoupled.enabled
     yield "algorithm.engine_weight_cap", not weighted, "no log-probs are recomputed, or decoupled.cap counts"
     # A user's function gets only the settings that its parameters name.
-    for part, keys in ((adv, ESTIMATOR_KEYS), (loss, LOSS_KEYS)):
+    for parts, keys in ((estimators, ESTIMATOR_KEYS), ((loss,), LOSS_KEYS)):
         for name, key in keys.items():
-            unread = part.parameters is not None and name not in part.parameters
+            unread = all(part.parameters is not None and name not in part.parameters for part in parts)
             yield f"algorithm.{key}", unread, f"your function has no parameter '{name}'"
     unread = loss.parameters is not None and "kl_estimator" not in loss.parameters and algorithm.kl.placement == "loss"
     yield "algorithm.kl.estimator", unread, "your function has no parameter 'kl_estimator'"

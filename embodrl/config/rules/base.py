@@ -108,8 +108,25 @@ class Context:
     @property
     def estimator(self) -> FunctionSpec:
         """Spec of the advantage estimator; an empty one if the name is unknown."""
-        name = self.config.algorithm.adv_type
-        return ADVANTAGES.entry(name) if name in ADVANTAGES else FunctionSpec(name=name, target=name)
+        return _estimator(self.config.algorithm.adv_type)
+
+    @property
+    def estimators(self) -> dict[str, FunctionSpec]:
+        """Specs of the advantage estimators in use, with those of single tasks, by the key that names each."""
+        algorithm = self.config.algorithm
+        own = {
+            f"algorithm.by_task.{index}.adv_type": (each.task, _estimator(each.adv_type))
+            for index, each in enumerate(algorithm.by_task)
+            if each.adv_type is not None
+        }
+        others = set(self.config.env.tasks) - {task for task, _ in own.values()}
+        general = {"algorithm.adv_type": self.estimator} if others or not own else {}
+        return general | {key: spec for key, (_, spec) in own.items()}
+
+    @property
+    def grouped_by(self) -> str:
+        """Key of the first estimator that compares the episodes of a group; "" if none does."""
+        return next((key for key, spec in self.estimators.items() if spec.needs_groups), "")
 
     @property
     def loss(self) -> FunctionSpec:
@@ -150,6 +167,10 @@ class Context:
         return ConfigProblem(
             finding.key, finding.message, origin, finding.allowed, finding.nearest, finding.hint, finding.code or code
         )
+
+
+def _estimator(name: str) -> FunctionSpec:
+    return ADVANTAGES.entry(name) if name in ADVANTAGES else FunctionSpec(name=name, target=name)
 
 
 CORE = RuleSet()

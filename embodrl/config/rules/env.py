@@ -165,20 +165,23 @@ def rollouts_without_reset_end_with_the_episode(context: Context) -> Iterator[Fi
         )
 
 
-@rule("env.train", "algorithm.adv_type", "algorithm.normalization_scope", "algorithm.normalize_advantages")
+@rule(
+    *("env.train", "algorithm.adv_type", "algorithm.by_task"),
+    *("algorithm.normalization_scope", "algorithm.normalize_advantages"),
+)
 def groups_keep_step(context: Context) -> Iterator[Finding]:
     """Group estimators compare episodes from one initial state, so the environments of a group stay in lockstep."""
     config = context.config
     algorithm = config.algorithm
     train = config.env.train
-    grouped = context.estimator.needs_groups
+    grouped = context.grouped_by
     by_group = algorithm.normalize_advantages and algorithm.normalization_scope == "group"
     if (grouped or by_group) and train.auto_reset and not train.ignore_terminations:
-        key = "algorithm.adv_type" if grouped else "algorithm.normalization_scope"
+        key = grouped or "algorithm.normalization_scope"
         yield Finding(
             "env.train.auto_reset",
-            f"{key.rpartition('.')[2]} '{getattr(algorithm, key.rpartition('.')[2])}' compares the episodes of a group,"
-            " but after an auto-reset its environments are in different episodes",
+            f"{key.rpartition('.')[2]} '{context.estimators[grouped].name if grouped else 'group'}' compares the"
+            " episodes of a group, but after an auto-reset its environments are in different episodes",
             "set env.train.auto_reset=false, or env.train.ignore_terminations=true",
             others=(key,),
         )

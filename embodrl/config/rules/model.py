@@ -149,19 +149,23 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
         yield Finding("model.warm_start", message, better or hint, "builtin, an existing directory, null", near)
 
 
-@rule("algorithm.teacher", "algorithm.kl", "algorithm.adv_type", "model.num_action_chunks", "model.trainable")
+@rule(
+    *("algorithm.teacher", "algorithm.kl", "algorithm.adv_type", "algorithm.by_task"),
+    *("model.num_action_chunks", "model.trainable"),
+)
 def teacher_exists(context: Context) -> Iterator[Finding]:
     """A teacher is a directory with a policy; without advantages there is one to learn from."""
     algorithm = context.config.algorithm
     key = "algorithm.teacher"
-    if algorithm.adv_type == "zero" and (algorithm.teacher is None or not algorithm.kl.coef):
+    zero = next((name for name, spec in context.estimators.items() if spec.name == "zero"), "")
+    if zero and (algorithm.teacher is None or not algorithm.kl.coef):
         at = key if algorithm.teacher is None else "algorithm.kl.coef"
         message = "adv_type 'zero' learns from a teacher alone, and there is none"
         hint = "name a policy: algorithm.teacher=DIR; its weight is algorithm.kl.coef"
-        yield Finding(at, message, hint, "a directory", others=("algorithm.adv_type",))
-    if algorithm.adv_type == "zero" and algorithm.kl.placement == "reward":
+        yield Finding(at, message, hint, "a directory", others=(zero,))
+    if zero and algorithm.kl.placement == "reward":
         message = "adv_type 'zero' reads no rewards, so a KL that is subtracted from them teaches nothing"
-        yield Finding("algorithm.kl.placement", message, "set it to loss", "loss", others=("algorithm.adv_type",))
+        yield Finding("algorithm.kl.placement", message, "set it to loss", "loss", others=(zero,))
     if algorithm.teacher is not None and context.config.model.trainable == "lora":
         message = "policies are written with merged adapters: a teacher shares no base weights with the policy"
         hint = "set model.trainable=all, or leave the teacher out"

@@ -13,6 +13,7 @@ from embodrl.config.schema.algorithm import (
     OffPolicyConfig,
     SamplingConfig,
     SrpoConfig,
+    TaskAlgorithmConfig,
 )
 from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig, NodeGroupConfig
 from embodrl.config.schema.config import Config, algorithm_of, config_class, defaults_of, schema_for, section_class
@@ -105,6 +106,7 @@ __all__ = [
     "SftConfig",
     "SmallActorConfig",
     "SrpoConfig",
+    "TaskAlgorithmConfig",
     "ValueHeadConfig",
     "VideoConfig",
     "WireKeysConfig",

@@ -254,12 +254,36 @@ class DaggerConfig(Section):
     )
 
 
+class TaskAlgorithmConfig(Section):
+    """The advantages of one of several tasks."""
+
+    task: str = Field(description="name in env.tasks")
+    adv_type: str | None = Field(
+        default=None, description="advantage estimator of this task; null: algorithm.adv_type", min_length=1
+    )
+    gamma: Fraction | None = Field(default=None, description="its discount per reward step; null: algorithm.gamma")
+    gae_lambda: Fraction | None = Field(default=None, description="its lambda of GAE; null: algorithm.gae_lambda")
+    weight: PositiveFloat = Field(
+        default=1.0, description="factor on its advantages, after their normalisation: the weight of its policy loss"
+    )
+
+    def arguments(self) -> dict[str, object]:
+        """Return the settings of section ``algorithm`` that it replaces."""
+        own = {"adv_type": self.adv_type, "gamma": self.gamma, "gae_lambda": self.gae_lambda}
+        return {name: value for name, value in own.items() if value is not None}
+
+
 class AlgorithmConfig(Section):
     """PPO and related algorithms, and their components."""
 
     adv_type: str = Field(
         default="gae",
         description="advantage estimator: a name from `embodrl list algorithms`, or a custom module:function",
+    )
+    by_task: tuple[TaskAlgorithmConfig, ...] = Field(
+        default=(),
+        description="settings of single tasks, e.g. [{task: PushCube-v1, adv_type: rloo}]; the advantages of each task"
+        " of env.tasks are then estimated and normalised by themselves; what is not set is as in algorithm",
     )
     loss_type: str = Field(
         default="actor_critic", description="loss: a name from `embodrl list algorithms`, or a custom module:function"

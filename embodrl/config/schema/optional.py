@@ -19,7 +19,7 @@ CHOSEN_BY = {
     "actor": ("training_backend",),
     "rollout": ("backend",),
     "serve": ("protocols",),
-    "algorithm": ("adv_type", "loss_type"),
+    "algorithm": ("adv_type", "loss_type", "by_task.adv_type"),
     "cluster": ("launcher",),
     "model": ("small_actor.kind",),
 }
@@ -89,13 +89,15 @@ def present_in(path: str, section: Mapping[str, object], base: type[Section]) ->
 
 
 def _value_at(section: Mapping[str, object], key: str) -> object:
-    *parents, last = key.split(".")
-    for name in parents:
-        below = section.get(name)
-        if not isinstance(below, Mapping):
-            return None
-        section = cast(Mapping[str, object], below)
-    return section.get(last)
+    """Return the value of a key, or a list of the values that the items of a list have."""
+    name, _, rest = key.partition(".")
+    found = section.get(name)
+    if not rest:
+        return found
+    if isinstance(found, (list, tuple)):
+        items = cast(Iterable[object], found)
+        return [_value_at(cast(Mapping[str, object], item), rest) for item in items if isinstance(item, Mapping)]
+    return _value_at(cast(Mapping[str, object], found), rest) if isinstance(found, Mapping) else None
 
 
 def with_sections(base: type[S], sections: Mapping[str, type[Section]]) -> type[S]:

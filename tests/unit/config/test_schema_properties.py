@@ -24,7 +24,11 @@ CHOSEN = [
     *({"model": {"model_type": name}} for name in MODELS.builtin),
 ]
 """What has each of the shipped schemas."""
-ITEMS: dict[str, dict[str, Any]] = {"env.cameras": {}, "cluster.node_groups": {"label": "fast", "node_ranks": "0"}}
+ITEMS: dict[str, dict[str, Any]] = {
+    "algorithm.by_task": {"task": "reach-red"},
+    "cluster.node_groups": {"label": "fast", "node_ranks": "0"},
+    "env.cameras": {},
+}
 """Lists of sections, with what an item has to have."""
 
 

@@ -152,6 +152,17 @@ def test_a_reference_is_taken_for_code() -> None:
     assert code_settings(tree) == {"reward.fn": "${runner.name}"}
 
 
+def test_estimators_of_tasks_are_code_if_they_are_functions() -> None:
+    for entries, runs in (
+        ([{"task": "a:b", "adv_type": "grpo"}, {"task": "c"}], False),
+        ([{"task": "a"}, {"task": "c", "adv_type": "hostile_code:fn"}], True),
+        (["${runner.name}"], True),
+        ("${runner.name}", True),
+    ):
+        tree = from_plain({"algorithm": {"by_task": entries}}, Origin("run"))
+        assert code_settings(tree) == ({"algorithm.by_task": entries} if runs else {})
+
+
 # Where the package imports a module by name, starts a program or joins a cluster, and the setting that names it; ""
 # where no setting does: the name stands in embodrl itself, or comes with a process's start message.
 SITES = {
@@ -187,7 +198,7 @@ SITES = {
     "processes/bootstrap.py": "",
     "processes/child.py": "env.python model.python",
     "processes/guard.py": "",
-    "registry.py": "algorithm.adv_type algorithm.loss_type algorithm.srpo.encoder",
+    "registry.py": "algorithm.adv_type algorithm.by_task algorithm.loss_type algorithm.srpo.encoder",
     "trainer/parts.py": "",
     "trainer/provenance.py": "",
     "scheduler/launchers/host.py": "",
