@@ -6,7 +6,7 @@ succeeds from it. Shapes: L actions of a demonstration, A action dimensions, S s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,14 @@ class Curriculum:
         self.demos = demos
         self.settings = settings
 
-    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """Return numbers of demonstrations that are not done, at most ``count``, each once if they suffice."""
-        left = [number for number, demo in enumerate(self.demos) if not demo.done]
+    def draw(self, rng: np.random.Generator, count: int, tasks: Container[int] | None = None) -> list[int]:
+        """Return numbers of demonstrations that are not done, at most ``count``, each once if they suffice.
+
+        ``tasks``: only demonstrations of these; None for all.
+        """
+        left = [
+            number for number, demo in enumerate(self.demos) if not demo.done and (tasks is None or demo.task in tasks)
+        ]
         if not left:
             return []
         return rng.choice(left, size=count, replace=count > len(left)).tolist()

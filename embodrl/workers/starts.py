@@ -1,4 +1,4 @@
-"""Where the episodes of rollouts begin: at fresh seeds, again at failed ones, or within demonstrations.
+"""Where the episodes of rollouts begin: in which tasks, at fresh seeds, again at failed ones, or in demonstrations.
 
 Shapes: b environments of a collector, A action dimensions, S state dimensions.
 """
@@ -19,8 +19,9 @@ from embodrl.fields import Fields
 from embodrl.workers.curriculum import load_curriculum
 from embodrl.workers.lockstep import ReplayedPrefix
 from embodrl.workers.outcomes import EndedEpisode
+from embodrl.workers.task_curriculum import TaskCurriculum
 
-_CHOICE = 2  # seeds a random stream other than the schedule's
+_CHOICE, _TASKS = 2, 3  # seed random streams other than the schedule's
 _LARGEST_ERROR = 0.1
 """Median difference, in rad or m, between demonstrated and repeated states that other physics alone explain."""
 STARTS = "starts"
@@ -93,7 +94,8 @@ class EpisodeStarts:
     """Replaces some of the episodes that a schedule begins rollouts with, and learns from their outcomes.
 
     Whole groups of ``algorithm.group_size`` are replaced. Choices depend on the seeds of the run, the iteration, the
-    epoch, and the outcomes so far. Without ``env.train.failed_seed_fraction`` and ``start_from_demos`` nothing is.
+    epoch, and the outcomes so far. Without ``env.train.failed_seed_fraction``, ``start_from_demos`` and
+    ``task_curriculum`` nothing is.
 
     Raises:
         EmbodrlError: the demonstrations can't be used.
@@ -104,25 +106,32 @@ class EpisodeStarts:
         train = config.env.train
         self.failed = FailedSeeds(train.failed_seed_memory) if train.failed_seed_fraction else None
         self.curriculum = load_curriculum(config, pool.spec)
+        tasks = train.task_curriculum
+        self.tasks = TaskCurriculum(pool.spec.tasks, tasks) if tasks.parts else None
         # Demonstration and start of each row that begins in one; a start of -1 is unknown.
         self._begun: dict[int, tuple[int, int]] = {}
 
     def choose(self, iteration: int, epoch: int, seeds: NDArray[np.int64], tasks: NDArray[np.int32]) -> Starts:
         """Return how to begin, given the seeds ``int64[b]`` and tasks ``int32[b]`` of the schedule."""
         self._begun = {}
-        if self.failed is None and self.curriculum is None:
+        if self.failed is None and self.curriculum is None and self.tasks is None:
             return Starts(seeds, tasks, {})
         config = self.config
         train = config.env.train
         size = config.algorithm.group_size
         groups = len(seeds) // size
-        rng = np.random.default_rng([config.runner.seed, train.seed, iteration, epoch, _CHOICE])
+        source = (config.runner.seed, train.seed, iteration, epoch)
+        rng = np.random.default_rng([*source, _CHOICE])
         places = rng.permutation(groups).tolist()
         seeds = seeds.copy()
         tasks = tasks.copy()
         prefixes: dict[int, NDArray[np.float32]] = {}
+        played: Sequence[int] | None = None
+        if self.tasks is not None:
+            tasks = np.repeat(self.tasks.draw(np.random.default_rng([*source, _TASKS]), groups), size)
+            played = np.flatnonzero(self.tasks.probabilities()).tolist()
         if self.curriculum is not None:
-            for number in self.curriculum.draw(rng, round(train.curriculum.fraction * groups)):
+            for number in self.curriculum.draw(rng, round(train.curriculum.fraction * groups), played):
                 demo = self.curriculum.demos[number]
                 first = places.pop() * size
                 seeds[first : first + size], tasks[first : first + size] = demo.seed, demo.task
@@ -179,28 +188,35 @@ class EpisodeStarts:
             for episode, start in begun.items():
                 if start is not None:
                     self.curriculum.learn(*start, episode.success)
+        # One that began within a demonstration says nothing about its seed or task.
+        whole = [episode for episode in ended if (begun.get(episode) or (0, 0))[1] == 0]
         if self.failed is not None:
-            # One that began within a demonstration says nothing about its seed.
-            self.failed.learn([episode for episode in ended if (begun.get(episode) or (0, 0))[1] == 0])
+            self.failed.learn(whole)
+        if self.tasks is not None:
+            self.tasks.learn([(episode.task, episode.success) for episode in whole])
 
     def metrics(self) -> dict[str, float | None]:
         """Return metrics; none if nothing is replaced."""
         failed = {} if self.failed is None else {"rollout/failed_seeds": float(len(self.failed.failed()))}
-        return failed | ({} if self.curriculum is None else self.curriculum.metrics())
+        demos = {} if self.curriculum is None else self.curriculum.metrics()
+        return failed | demos | ({} if self.tasks is None else self.tasks.metrics())
 
     def state(self) -> dict[str, Any]:
         """Return JSON for ``load_state``; empty if nothing is replaced."""
         failed = {} if self.failed is None else {"failed": self.failed.state()}
-        return failed | ({} if self.curriculum is None else {"demos": self.curriculum.state()})
+        demos = {} if self.curriculum is None else {"demos": self.curriculum.state()}
+        return failed | demos | ({} if self.tasks is None else {"tasks": self.tasks.state()})
 
     def load_state(self, saved: Mapping[str, object]) -> None:
         """Continue from ``state``.
 
         Raises:
-            CheckpointError: the state is damaged, or of other demonstrations.
+            CheckpointError: the state is damaged, or of other demonstrations or tasks.
         """
         fields = Fields(saved, "the starts of episodes", CheckpointError)
         if self.failed is not None and "failed" in fields:
             self.failed.load_state(fields.fields("failed"))
         if self.curriculum is not None and "demos" in fields:
             self.curriculum.load_state(fields.objects("demos"))
+        if self.tasks is not None and "tasks" in fields:
+            self.tasks.load_state(fields.fields("tasks"))

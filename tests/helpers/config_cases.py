@@ -9,6 +9,7 @@ WORKFLOW = f"{KEY}='embodrl.workers.workflows.workflow:ChunkWorkflow'"
 STREAM = "rollout.streaming=true"
 STREAMS = "streams-are-of-single-episodes"
 AHEAD = ("runner.max_staleness=1", "algorithm.decoupled.enabled=true")
+PARTS, TWO_TASKS = "env.train.task_curriculum.parts", "env.tasks=[PushCube-v1,PullCube-v1]"
 OPD = ("algorithm=opd", "actor.optim.critic_warmup_iterations=0")
 EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
@@ -261,6 +262,39 @@ RULES = [
         "env.train.use_fixed_reset_state_ids",
         "outcomes-are-known-before-the-next-start",
         ("env.train.failed_seed_fraction=0.5", "env.train.use_fixed_reset_state_ids=true"),
+    ),
+    Wrong(
+        "a curriculum of one task",
+        PARTS,
+        "parts-choose-among-tasks",
+        (f"{PARTS}=[{{kind: stages,success_rate: 0.8}}]",),
+        names="PushCube-v1",
+    ),
+    Wrong(
+        "a part with a setting of another kind",
+        f"{PARTS}.0.low",
+        "parts-choose-among-tasks",
+        (f"{PARTS}=[{{kind: stages,success_rate: 0.8,low: 0.1}}]", TWO_TASKS),
+        names="stages",
+    ),
+    Wrong(
+        "a part without its settings",
+        f"{PARTS}.0.kind",
+        "parts-choose-among-tasks",
+        (f"{PARTS}=[{{kind: between,low: 0.1}}]", TWO_TASKS),
+        names="high, factor",
+    ),
+    Wrong(
+        "bounds that no success rate is within",
+        f"{PARTS}.0.low",
+        "parts-choose-among-tasks",
+        (f"{PARTS}=[{{kind: between,low: 0.9,high: 0.1,factor: 2.0}}]", TWO_TASKS),
+    ),
+    Wrong(
+        "tasks by their success, ahead of training",
+        "runner.max_staleness",
+        "outcomes-are-known-before-the-next-start",
+        (f"{PARTS}=[{{kind: stages,success_rate: 0.8}}]", TWO_TASKS, "runner.max_staleness=1"),
     ),
     Wrong(
         "starts in demonstrations that are not there",

@@ -188,7 +188,8 @@ def groups_keep_step(context: Context) -> Iterator[Finding]:
 
 
 DEMOS = "env.train.start_from_demos"
-STARTS = ("env.train.failed_seed_fraction", DEMOS)
+PARTS = "env.train.task_curriculum.parts"
+STARTS = ("env.train.failed_seed_fraction", DEMOS, PARTS)
 """Settings by which outcomes decide where the next episodes begin."""
 
 
@@ -215,6 +216,33 @@ def outcomes_are_known_before_the_next_start(context: Context) -> Iterator[Findi
             if value_of(config, start) and is_set:
                 hint = f"leave it at its default, or leave {start} out"
                 yield Finding(key, f"{message}, and {start} chooses where they begin", hint, allowed, others=(start,))
+
+
+OF_KINDS = {"stages": ("success_rate",), "between": ("low", "high", "factor")}
+"""Settings of each kind of part, all of which it needs."""
+
+
+@rule(PARTS, "env.tasks")
+def parts_choose_among_tasks(context: Context) -> Iterator[Finding]:
+    """A curriculum has several tasks, and its parts the settings of their kinds."""
+    config = context.config
+    parts = config.env.train.task_curriculum.parts
+    if parts and len(config.env.tasks) < 2:
+        message = f"there is nothing to choose: the run plays {', '.join(config.env.tasks)}"
+        yield Finding(PARTS, message, "name several in env.tasks, or leave it out", "[]", others=("env.tasks",))
+    for index, part in enumerate(parts):
+        own = OF_KINDS[part.kind]
+        key = f"{PARTS}.{index}"
+        for name in type(part).model_fields:
+            given = name != "kind" and getattr(part, name) is not None
+            if given and name not in own:
+                yield Finding(f"{key}.{name}", f"kind '{part.kind}' does not have it", "leave it out", "null")
+        if missing := [name for name in own if getattr(part, name) is None]:
+            message = f"kind '{part.kind}' lacks {', '.join(missing)}"
+            yield Finding(f"{key}.kind", message, f"set {', '.join(own)} beside it")
+        elif part.low is not None and part.high is not None and part.low > part.high:
+            message = f"no success rate is above {part.low} and below {part.high}"
+            yield Finding(f"{key}.low", message, f"set it to at most {part.high}", others=(f"{key}.high",))
 
 
 @rule(DEMOS, "env.env_type", "env.real_time", "algorithm.branch")

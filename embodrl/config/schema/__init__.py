@@ -29,6 +29,8 @@ from embodrl.config.schema.env import (
     EnvConfig,
     EnvEvalConfig,
     EnvTrainConfig,
+    TaskCurriculumConfig,
+    TaskPartConfig,
     VideoConfig,
 )
 from embodrl.config.schema.model import LoraConfig, ModelConfig, SmallActorConfig, ValueHeadConfig
@@ -107,6 +109,8 @@ __all__ = [
     "SmallActorConfig",
     "SrpoConfig",
     "TaskAlgorithmConfig",
+    "TaskCurriculumConfig",
+    "TaskPartConfig",
     "ValueHeadConfig",
     "VideoConfig",
     "WireKeysConfig",

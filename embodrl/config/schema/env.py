@@ -61,6 +61,38 @@ class CurriculumConfig(Section):
     )
 
 
+class TaskPartConfig(Section):
+    """A reason to play some tasks more often than others; it has the settings of its kind alone."""
+
+    kind: Literal["stages", "between"] = Field(
+        description="stages: tasks join in the order of env.tasks, each once those before it succeed; between: tasks"
+        " with a success rate within bounds are played more often"
+    )
+    success_rate: Fraction | None = Field(
+        default=None, description="of stages: mean success rate of the tasks so far from which on the next one joins"
+    )
+    low: Fraction | None = Field(default=None, description="of between: lower bound of the success rate")
+    high: Fraction | None = Field(default=None, description="of between: upper bound of the success rate")
+    factor: PositiveFloat | None = Field(
+        default=None,
+        description="of between: how many times as often as others such tasks are played, and those of which fewer"
+        " episodes than the window are known",
+    )
+
+
+class TaskCurriculumConfig(Section):
+    """How often the tasks are played, by their success so far."""
+
+    parts: tuple[TaskPartConfig, ...] = Field(
+        default=(),
+        description="weights of the tasks that are multiplied, e.g. [{kind: stages, success_rate: 0.8}]; without, all"
+        " tasks are played equally often",
+    )
+    window: Annotated[PositiveInt, AppliesIf("env.train.task_curriculum.parts")] = Field(
+        default=20, le=10_000, description="last episodes of a task whose success rate counts"
+    )
+
+
 class EnvTrainConfig(Section):
     """Environments of training rollouts."""
 
@@ -97,6 +129,9 @@ class EnvTrainConfig(Section):
     )
     curriculum: Annotated[CurriculumConfig, AppliesIf("env.train.start_from_demos")] = Field(
         default=CurriculumConfig(), description="where in the demonstrations these episodes begin"
+    )
+    task_curriculum: TaskCurriculumConfig = Field(
+        default=TaskCurriculumConfig(), description="how often the tasks are played, by their success so far"
     )
 
 
