@@ -51,6 +51,19 @@ def test_a_run_trains_and_resumes(preset: str, case: str, camera: str, dims: int
     assert metrics(tmp_path / "run")[-1]["iteration"] == 3
 
 
+def test_a_car_learns_to_steer(tmp_path: Path) -> None:
+    pytest.importorskip("highway_env", reason="needs embodrl[driving]")
+    config = tmp_path / "config.yaml"
+    config.write_text(SMALL.replace("PYTHON", "null").replace("CAMERA", "render"))
+    settings = ("env=gymnasium_racetrack", "env.success_threshold=4", f"runner.output_dir={tmp_path / 'run'}")
+    outcome = embodrl("train", "--config", config, *settings)
+    assert outcome.code == 0, outcome.stderr
+    last = metrics(tmp_path / "run")[-1]
+    assert last["iteration"] == 2 and last["train/num_updates"] and last["rollout/lost_episodes"] == 0
+    assert 0 < last["rollout/return"] <= 6  # six steps of at most 1
+    assert "action_dim: 1" in (tmp_path / "run" / "config.yaml").read_text()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("preset", "num_tasks"), [("metaworld_mt10", 10), ("metaworld_mt50", 50)])
 def test_many_tasks_train_and_are_all_evaluated(preset: str, num_tasks: int, tmp_path: Path) -> None:
