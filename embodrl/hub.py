@@ -25,7 +25,7 @@ MODEL_FACTS = ("*.json",)
 """Model files that the configuration rules read, and little more."""
 _OFT_COMPONENTS = ("proprio_projector", "action_head", "vision_backbone", "noisy_action_projector")
 MODEL_FILES = (
-    *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt"),
+    *("*.safetensors", "*.safetensors.index.json", "*.json", "tokenizer*", "merges.txt", "chat_template.jinja"),
     *(f"{name}--*.pt" for name in _OFT_COMPONENTS),
 )
 """Model files: weights, settings, tokenizer, and OpenVLA-OFT's separate components, which are read as plain tensors."""

@@ -321,8 +321,8 @@ class InferenceEngine:
         """Generate the next message of a prompt; requests of concurrent episodes are batched.
 
         Raises:
-            EmbodrlError: several samples are asked for (``areal-counterpart``), the tokens are no prompt
-                (``planner-prompt``), or the policy writes no text (``policy-writes-no-text``).
+            EmbodrlError: several samples are asked for, or the policy's tokens are no bytes (``areal-counterpart``),
+                the tokens are no prompt (``planner-prompt``), or the policy writes no text (``policy-writes-no-text``).
         """
         if req.gconfig.n_samples != 1:
             raise _without_counterpart(
@@ -332,12 +332,18 @@ class InferenceEngine:
         messages = [{"role": role, "content": text} for role, text in prompt.messages]
         choice = req.metadata.get("tool_choice", "auto")
         completion = await self._engine.generate(messages, prompt.tools, choice)
-        self.completions.append(completion)
         output, inputs = completion.output, completion.output.forward_inputs
+        seen: list[int] = inputs["input_ids"][0][inputs["attention_mask"][0]].tolist()
+        if seen != planner.encode(prompt):
+            raise _without_counterpart(
+                "a public language model's tokens",
+                "derive from embodrl.RolloutWorkflow, whose engine.generate writes texts",
+            )
+        self.completions.append(completion)
         mask = inputs[TOKEN_MASK][0]
         written: list[int] = inputs[TOKENS][0][mask].tolist()
         return ModelResponse(
-            inputs["input_ids"][0][inputs["attention_mask"][0]].tolist(),
+            seen,
             written,
             output.logprobs[0, :, 0][mask].tolist(),
             [output.version] * len(written),

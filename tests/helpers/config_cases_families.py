@@ -518,6 +518,13 @@ FAMILIES += [
         ("model.planner.num_attention_heads=3", *PLANNER, "model.num_action_chunks=1"),
     ),
     Wrong(
+        "experts of a checkpoint",
+        "model.planner.num_experts",
+        "a-checkpoint-has-its-experts",
+        ("model.planner.num_experts=4", *PLANNER, "model.model_path={tmp}", "model.num_action_chunks=1"),
+        more=("model.model_path",),
+    ),
+    Wrong(
         "a planner without a workflow",
         "rollout.workflow",
         "text-needs-a-workflow",

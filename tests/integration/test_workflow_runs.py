@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from runs import HERE, embodrl, metrics
 from test_examples import run_example
+from tiny_language_models import write_language_model
 
 from embodrl.config import load_config
 from embodrl.errors import EnvError
@@ -239,3 +240,27 @@ def test_the_planner_of_the_example_trains(tmp_path: Path) -> None:
         assert rows[2]["workflow/failed_episodes"] == 0 and rows[2]["train/entropy"]
         assert ("train/value_loss" in rows[2]) == bool(more)
         assert 1 <= rows[2]["eval/episode_length"] <= 2  # type: ignore[operator]
+
+
+def test_a_public_language_model_trains_and_is_exported(tmp_path: Path) -> None:
+    """PPO from a directory of transformers, of experts, to a directory that transformers reads."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    example = HERE.parents[1] / "examples" / "planner"
+    public = write_language_model(tmp_path / "public", "qwen3_moe", max_position_embeddings=1024)
+    size = ("env.train.total_num_envs=8", "algorithm.group_size=4", "env.num_processes=2", "env.pin_cpus=false")
+    size += ("env.eval.num_episodes=4", "runner.max_iterations=1", "actor.precision=fp32", f"model.model_path={public}")
+    run_dir = tmp_path / "run"
+    order = ("--config", example / "config.yaml", f"runner.output_dir={run_dir}", *size)
+    done = embodrl("train", *order, search_path=example)
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    assert rows[1]["train/num_updates"] and rows[1]["workflow/failed_episodes"] == 0 and rows[1]["train/grad_norm"]
+    assert abs(rows[1]["train/first_minibatch_kl"]) < 1e-6  # type: ignore[operator]
+    done = embodrl("export", run_dir, tmp_path / "policy")
+    assert done.code == 0, done.stderr
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (public, tmp_path / "policy"))
+    routers = [name for name in after.state_dict() if name.endswith("mlp.gate.weight")]
+    assert routers and not any((before.state_dict()[name] == after.state_dict()[name]).all() for name in routers)
+    texts = [AutoTokenizer.from_pretrained(path).chat_template for path in (public, tmp_path / "policy")]
+    assert texts[0] == texts[1] is not None

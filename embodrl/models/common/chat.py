@@ -2,7 +2,8 @@
 
 Messages and tools have the form of OpenAI's chat API: ``{"role": ..., "content": ...}``, and ``{"type": "function",
 "function": {"name": ..., "description": ..., "parameters": JSON schema}}``. A call is a whole message that is one JSON
-object, ``{"name": "reach", "arguments": {"colour": "red"}}``. Imports no torch.
+object, ``{"name": "reach", "arguments": {"colour": "red"}}``, or one such object in each ``<tool_call>...</tool_call>``
+of a message, as Qwen and Hermes write them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ MAX_CALLS = 4096
 MAX_CALL_CHARS = 2**18
 """Largest number of characters of all these calls together, which a small request could multiply."""
 _MARK = "embodrl-conversation:"
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 Message = Mapping[str, Any]
 ToolChoice = Literal["auto", "required"]
@@ -111,25 +113,38 @@ class Conversation:
 
 
 def parse_calls(text: str) -> tuple[ToolCall, ...]:
-    """Return the call that a text is; none if it is anything else."""
+    """Return the calls in a text's ``<tool_call>`` marks, or the call that it is; none if anything is no call."""
+    marked = [part.partition(_CLOSE) for part in text.split(_OPEN)[1:]]
+    calls = [_parsed(inside) if closed else None for inside, closed, _ in marked] or [_parsed(text)]
+    return tuple(call for call in calls if call is not None) if all(calls) else ()
+
+
+def tagged(call: str) -> str:
+    """Return a call between the marks of Qwen and Hermes."""
+    return f"{_OPEN}\n{call}\n{_CLOSE}"
+
+
+def _parsed(text: str) -> ToolCall | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        return ()
-    if not isinstance(found, dict) or found.keys() != {"name", "arguments"}:
-        return ()
-    name, arguments = found["name"], found["arguments"]
-    return (ToolCall(name, arguments),) if isinstance(name, str) and isinstance(arguments, dict) else ()
+        return None
+    # Llama 3 calls them parameters.
+    if not isinstance(found, dict) or found.keys() not in ({"name", "arguments"}, {"name", "parameters"}):
+        return None
+    name, arguments = found["name"], found.get("arguments", found.get("parameters"))
+    return ToolCall(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def _message(message: Message) -> tuple[str, str]:
     role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
     if role not in ROLES:
         raise _refused(f"a message has the role {role!r}", f"give one of {', '.join(ROLES)}")
-    if role == "assistant" and content is None and isinstance(calls, Sequence) and len(calls) == 1:
-        return role, _past_call(calls[0]).to_text()
+    if role == "assistant" and content is None and isinstance(calls, Sequence) and calls:
+        texts = [_past_call(call).to_text() for call in calls]
+        return role, texts[0] if len(texts) == 1 else "\n".join(map(tagged, texts))
     if not isinstance(content, str):
-        hint = "give text; the only other content is None, of an assistant's message with one tool call"
+        hint = "give text; the only other content is None, of an assistant's message with tool calls"
         raise _refused(f"a message of the {role} has the content {content!r:.60}", hint)
     return role, content
 

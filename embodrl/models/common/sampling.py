@@ -56,6 +56,13 @@ def draw(logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tens
     return (log_distribution(logits, sampling) - noise.log()).argmax(dim=-1)
 
 
+def draw_quantile(logits: Tensor, sampling: SamplingParams, quantile: Tensor) -> Tensor:
+    """Return bins ``int64[...]``, sampled with one number ``float32[...]`` of [0, 1) each instead of one per bin."""
+    cumulative = log_distribution(logits, sampling).double().exp().cumsum(dim=-1)
+    wanted = quantile.double()[..., None] * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
+
+
 def expected(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """Return bins ``int64[...]`` nearest to the mean of the distribution; bins are ordered."""
     probabilities = log_distribution(logits, sampling).exp()
@@ -69,6 +76,16 @@ def exponential_noise(shape: Sequence[int], generator: RandomSource | None, devi
 
     def draw(size: list[int], one: torch.Generator | None) -> Tensor:
         return torch.empty(size, device=source).exponential_(generator=one)
+
+    return draw_rows(draw, shape, generator).to(device)
+
+
+def uniform_noise(shape: Sequence[int], generator: RandomSource | None, device: torch.device) -> Tensor:
+    """Return ``float32`` draws from [0, 1), made on the generator's device, for ``draw_quantile``."""
+    source = device if generator is None else generator.device
+
+    def draw(size: list[int], one: torch.Generator | None) -> Tensor:
+        return torch.rand(size, generator=one, device=source)
 
     return draw_rows(draw, shape, generator).to(device)
 

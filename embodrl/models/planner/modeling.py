@@ -5,16 +5,23 @@ Shapes: B batch, S new tokens, N tokens so far, D hidden size, E head dimension.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from embodrl.models.common import checkpoint
 from embodrl.models.common.attention import attention
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
 from embodrl.models.common.fused import split_heads
 from embodrl.models.common.init import init_linears, init_matrix
 from embodrl.models.common.llama import Llama, LlamaLayer, causal_mask, compute_dtype, rotary, token_positions
+from embodrl.models.common.merging import merged_state_dict
+from embodrl.models.planner.network import Network, Reader
+from embodrl.models.planner.spec import FAMILY
+from embodrl.models.planner.tokenizer import END, PAD
 
 
 class Writer:
@@ -58,10 +65,41 @@ class Writer:
         return model.norm(x[:, -1])
 
 
-def logits_of(model: Llama, hidden: Tensor, count: int) -> Tensor:
-    """Return the logits ``float32[...,count]`` of the first tokens of the vocabulary."""
-    with torch.autocast(hidden.device.type, enabled=False):
-        return F.linear(hidden.float(), model.lm_head.weight[:count].float())
+class LlamaNetwork(Network):
+    """The Llama of ``models.common``."""
+
+    model: Llama
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.spec.hidden_size
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        spec = self.model.spec
+        return spec.num_hidden_layers, spec.num_key_value_heads * spec.head_dim
+
+    def reader(self) -> Reader:
+        return Writer(self.model).run
+
+    def states(self, ids: Tensor, mask: Tensor, first: int) -> Tensor:
+        inner = self.model.model
+        return inner(inner.embed_tokens(ids), causal_mask(mask), token_positions(mask), first)
+
+    def recompute(self) -> None:
+        self.model.model.gradient_checkpointing = True
+
+    def save(self, directory: Path) -> None:
+        checkpoint.save_weights(merged_state_dict(self.model, deferred=True), directory)
+        spec = self.model.spec
+        config = {
+            **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+            **{name: value for name, value in asdict(spec).items() if name != "rope_theta"},
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta}},
+            **{"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD},
+            OWN_SECTION: {"family": FAMILY},
+        }
+        checkpoint.write_json(directory / CONFIG_FILE, config)
 
 
 def init_weights(model: Llama, generator: torch.Generator) -> None:

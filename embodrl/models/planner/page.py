@@ -1,6 +1,6 @@
 """The messages of a batch while they are written, and what the grammar of each row permits next.
 
-Shapes: B batch, M tokens of a message, K choices.
+Shapes: B batch, M tokens of a message, K choices, P bytes of K bits.
 """
 
 from __future__ import annotations
@@ -10,43 +10,56 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from embodrl.models.planner.tokenizer import END, PAD, WRITABLE, TextPrefix, tree
+from embodrl.models.planner.vocabulary import CallTree, TextPrefix, Vocabulary
+
+_BITS = tuple(range(8))
+
+
+def unpack(packed: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` choices ``bool[...,K]`` of ``uint8[...,P]``, eight to a byte, the lowest bit first."""
+    bits = torch.tensor(_BITS, dtype=torch.uint8, device=packed.device)
+    return ((packed[..., None] >> bits) & 1).bool().flatten(-2)[..., :count]
 
 
 class Page:
-    """Tokens ``int64[B,M]``, their mask ``bool[B,M]`` and the choices ``allowed bool[B,M,K]``, on the CPU.
+    """Tokens ``int64[B,M]``, their mask ``bool[B,M]`` and the choices ``allowed uint8[B,M,P]``, on the CPU.
 
     Args:
-        calls: for each row the texts among which its message has to be; empty where it is free.
+        calls: for each row the texts among which its message has to be; None where it is free.
+        vocabulary: what is written with.
         length: M.
     """
 
-    def __init__(self, calls: Sequence[tuple[str, ...]], length: int) -> None:
+    def __init__(self, calls: Sequence[CallTree | None], vocabulary: Vocabulary, length: int) -> None:
         batch = len(calls)
-        self.tokens = torch.full((batch, length), PAD)
+        self.tokens = torch.full((batch, length), vocabulary.pad)
         self.mask = torch.zeros(batch, length, dtype=torch.bool)
-        self.allowed = torch.ones(batch, length, WRITABLE, dtype=torch.bool)
+        self.allowed = torch.full((batch, length, (vocabulary.size + 7) // 8), 255, dtype=torch.uint8)
         self.running = torch.ones(batch, dtype=torch.bool)
-        self._nodes: list[TextPrefix | None] = [tree(texts) if texts else None for texts in calls]
+        self._size = vocabulary.size
+        self._ends = torch.tensor(vocabulary.ends)
+        self._nodes: list[TextPrefix | None] = [None if tree is None else tree.root for tree in calls]
 
-    def permit(self, place: int) -> None:
-        """Set the choices at a place."""
+    def permit(self, place: int) -> Tensor:
+        """Set the choices at a place and return them, ``bool[B,K]``."""
         for row in self.running.nonzero().flatten().tolist():
             node = self._nodes[row]
             if node is not None:
-                self.allowed[row, place] = False
-                self.allowed[row, place, list(node.following)] = True
+                self.allowed[row, place] = 0
+                for token in node.following:
+                    self.allowed[row, place, token // 8] |= 1 << token % 8
+        return unpack(self.allowed[:, place], self._size)
 
-    def only(self, place: int) -> Tensor | None:
+    def only(self, choices: Tensor) -> Tensor | None:
         """Return the tokens ``int64[B]`` if no running row has a choice, so that the network need not be asked."""
-        choices = self.allowed[:, place]
         return None if (choices.sum(dim=1) > 1)[self.running].any() else choices.int().argmax(dim=1)
 
     def write(self, place: int, chosen: Tensor) -> bool:
         """Write ``chosen int64[B]`` where messages go on; return whether any goes on after it."""
-        self.tokens[:, place] = torch.where(self.running, chosen, PAD)
+        pad = self.tokens[:, place]
+        self.tokens[:, place] = torch.where(self.running, chosen, pad)
         self.mask[:, place] = self.running
-        self.running = self.running & (chosen != END)
+        self.running = self.running & ~torch.isin(chosen, self._ends)
         for row in self.running.nonzero().flatten().tolist():
             node = self._nodes[row]
             if node is not None:

@@ -1,14 +1,13 @@
 """A language model that writes one message per chunk: text or a tool call.
 
-The policy chooses bytes until it chooses END, or until M tokens are written. Where a call is required, bytes that lead
-to none of the permitted calls have probability 0, at rollout and in training.
-Shapes: B batch, L prompt tokens, M tokens of a message, K choices, D hidden size.
+The policy chooses tokens until it chooses an end, or until M tokens are written. Where a call is required, tokens that
+lead to none of the permitted calls have probability 0, at rollout and in training.
+Shapes: B batch, L prompt tokens, M tokens of a message, K choices, P bytes of K bits, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +20,20 @@ from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.chat import Conversation, WrittenText
-from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, check_family, check_multiple, read_file, size
-from embodrl.models.common.heads import build_value_head, save_heads
-from embodrl.models.common.init import new_generator
-from embodrl.models.common.llama import Llama, LlamaSpec, causal_mask, token_positions
-from embodrl.models.common.merging import merged_state_dict
-from embodrl.models.common.sampling import action_entropy, action_log_probs, draw, exponential_noise
+from embodrl.models.common.heads import save_heads
+from embodrl.models.common.sampling import (
+    action_entropy,
+    action_log_probs,
+    draw,
+    draw_quantile,
+    exponential_noise,
+    uniform_noise,
+)
 from embodrl.models.common.value_head import ValueHead
-from embodrl.models.load_report import LoadReport
-from embodrl.models.planner.modeling import Writer, init_weights, logits_of
-from embodrl.models.planner.page import Page
-from embodrl.models.planner.spec import FAMILY, PlannerModelConfig
-from embodrl.models.planner.tokenizer import END, PAD, VOCAB_SIZE, WRITABLE, decode, encode, longest
+from embodrl.models.planner.network import Network
+from embodrl.models.planner.page import Page, unpack
+from embodrl.models.planner.spec import PlannerModelConfig
+from embodrl.models.planner.vocabulary import Vocabulary
 from embodrl.types import TOKEN_MASK, ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 TOKENS = "response_tokens"
@@ -40,14 +41,22 @@ ALLOWED = "allowed_tokens"
 
 
 class PlannerPolicy(VLAPolicy):
-    """Llama over bytes; A = 0, since a message is no action. ``value_head`` is the critic, or None."""
+    """A language model; A = 0, since a message is no action. ``value_head`` is the critic, or None."""
 
     draws_by_row = True
     writes_text = True
 
-    def __init__(self, model: Llama, config: PlannerModelConfig, value_head: ValueHead | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        vocabulary: Vocabulary,
+        config: PlannerModelConfig,
+        value_head: ValueHead | None = None,
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model: nn.Module = network.model
+        self.network = network
+        self.vocabulary = vocabulary
         self.value_head = value_head
         self.num_action_chunks = config.num_action_chunks
         self.action_dim = 0
@@ -63,9 +72,10 @@ class PlannerPolicy(VLAPolicy):
         An instruction is a conversation (``models.common.chat``) or a message of the user. Raises ``EmbodrlError`` for
         a longer prompt.
         """
-        ids = torch.full((observation.batch_size, self.max_prompt), PAD)
+        ids = torch.full((observation.batch_size, self.max_prompt), self.vocabulary.pad)
+        mask = torch.zeros(ids.shape, dtype=torch.bool)
         for row, text in enumerate(observation.instruction):
-            prompt = encode(Conversation.read(text))
+            prompt = self.vocabulary.encode(Conversation.read(text))
             if len(prompt) > self.max_prompt:
                 raise EmbodrlError(
                     f"a conversation has {len(prompt)} tokens, and there is room for {self.max_prompt}",
@@ -73,7 +83,8 @@ class PlannerPolicy(VLAPolicy):
                     code="planner-prompt-too-long",
                 )
             ids[row, -len(prompt) :] = torch.tensor(prompt)
-        return {"input_ids": ids.to(self.device), "attention_mask": (ids != PAD).to(self.device)}
+            mask[row, -len(prompt) :] = True
+        return {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
 
     @torch.no_grad()
     def predict_action_batch(
@@ -88,39 +99,37 @@ class PlannerPolicy(VLAPolicy):
 
         ``logprobs`` are ``float32[B,M,1]``; ``forward_inputs`` has the output of ``preprocess``, ``response_tokens
         int64[B,M]``, the mask of written ones ``token_mask bool[B,M]``, and the choices that the grammar left,
-        ``allowed_tokens bool[B,M,K]``. Each call takes one block from ``generator``, whatever the tokens. ``actions``
+        ``allowed_tokens uint8[B,M,P]``. Each call takes one block from ``generator``, whatever the tokens. ``actions``
         are empty, ``float32[B,C,0]``. Raises ``EmbodrlError`` if a permitted call has more than M tokens.
         """
         self.check_mode(mode)
         inputs = self.preprocess(observation)
         batch = observation.batch_size
-        calls = [Conversation.read(text).calls for text in observation.instruction]
-        if (most := max(map(longest, calls))) > self.max_tokens:
+        calls = [self.vocabulary.tree(Conversation.read(text).calls) for text in observation.instruction]
+        if (most := max(tree.longest for tree in calls)) > self.max_tokens:
             raise EmbodrlError(
                 f"a tool call has {most} tokens, but at most {self.max_tokens} are written",
                 f"set model.planner.max_new_tokens={most} or more",
                 code="planner-call-too-long",
             )
-        noise = None
-        if mode == "train":
-            noise = exponential_noise((batch, self.max_tokens, WRITABLE), generator, self.device)
+        noise = self._noise(batch, generator) if mode == "train" else None
         first = self._first(inputs)
-        writer = Writer(self.model)
-        hidden = writer.run(inputs["input_ids"][:, first:], inputs["attention_mask"][:, first:])
+        read_on = self.network.reader()
+        hidden = read_on(inputs["input_ids"][:, first:], inputs["attention_mask"][:, first:])
         values = self._values(hidden) if compute_values else None
-        page = Page(calls, self.max_tokens)
+        page = Page([tree if tree.longest else None for tree in calls], self.vocabulary, self.max_tokens)
         logprobs = torch.zeros(batch, self.max_tokens)
         read = 0  # written tokens that the network has read
         for place in range(self.max_tokens):
-            page.permit(place)
-            chosen = page.only(place)
+            choices = page.permit(place)
+            chosen = page.only(choices)
             if chosen is None:
                 if read < place:
                     piece = page.tokens[:, read:place].to(self.device)
-                    hidden = writer.run(piece, torch.ones_like(piece, dtype=torch.bool))
+                    hidden = read_on(piece, torch.ones_like(piece, dtype=torch.bool))
                     read = place
-                logits = self._logits(hidden, page.allowed[:, place].to(self.device))
-                drawn = draw(logits, sampling, None if noise is None else noise[:, place])
+                logits = self._logits(hidden, choices.to(self.device))
+                drawn = self._draw(logits, sampling, None if noise is None else noise[:, place])
                 found = action_log_probs(logits, drawn, sampling).cpu()
                 chosen = drawn.cpu()
                 logprobs[:, place] = torch.where(page.running, found, 0.0)
@@ -139,7 +148,8 @@ class PlannerPolicy(VLAPolicy):
         """Return values ``float32[B,1]`` from one pass over the prompt."""
         inputs = self.preprocess(observation)
         first = self._first(inputs)
-        return self._values(Writer(self.model).run(inputs["input_ids"][:, first:], inputs["attention_mask"][:, first:]))
+        read = self.network.reader()
+        return self._values(read(inputs["input_ids"][:, first:], inputs["attention_mask"][:, first:]))
 
     def evaluate_actions(
         self,
@@ -156,11 +166,9 @@ class PlannerPolicy(VLAPolicy):
         ids = torch.cat([forward_inputs["input_ids"][:, first:], tokens[:, :-1]], dim=1)
         seen = F.pad(forward_inputs["attention_mask"][:, first:], (0, count - 1), value=True)
         # From the last token of the prompt on, which the first written one follows.
-        hidden = self.model.model(
-            self.model.model.embed_tokens(ids), causal_mask(seen), token_positions(seen), ids.shape[1] - count
-        )
-        logits = self._logits(hidden, forward_inputs[ALLOWED][:, :count])
-        index = tokens.clamp(max=END)  # what follows the end is not written, and not counted
+        hidden = self.network.states(ids, seen, ids.shape[1] - count)
+        logits = self._logits(hidden, unpack(forward_inputs[ALLOWED][:, :count], self.vocabulary.size))
+        index = tokens.clamp(max=self.vocabulary.size - 1)  # what follows the end is not written, and not counted
         logprobs = _padded(action_log_probs(logits, index, sampling), mask)
         entropy = _padded(action_entropy(logits, index, sampling), mask) if compute_entropy else None
         return EvalOutput(logprobs, entropy, self._values(hidden[:, 0]) if compute_values else None)
@@ -169,34 +177,33 @@ class PlannerPolicy(VLAPolicy):
         lengths = forward_inputs[TOKEN_MASK].sum(dim=1).tolist()
         prompts = forward_inputs["attention_mask"].sum(dim=1).tolist()
         rows = zip(forward_inputs[TOKENS].tolist(), lengths, prompts, strict=True)
-        return [decode(row[:length], prompt) for row, length, prompt in rows]
+        return [self.vocabulary.decode(row[:length], prompt) for row, length, prompt in rows]
 
     def parts(self) -> dict[str, nn.Module]:
         parts: dict[str, nn.Module] = {"language": self.model}
         return parts if self.value_head is None else {**parts, "value_head": self.value_head}
 
     def enable_gradient_checkpointing(self) -> None:
-        self.model.model.gradient_checkpointing = True
+        self.network.recompute()
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
         return [(self.model, self.max_prompt + self.max_tokens)]
 
     def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
-        spec = self.model.spec
-        return spec.num_hidden_layers, spec.num_key_value_heads * spec.head_dim, self.max_prompt + self.max_tokens
+        return *self.network.cached, self.max_prompt + self.max_tokens
 
     def chosen_bytes(self, num_cameras: int) -> int:
         """Return the bytes of tokens, their mask, their choices, and log-probs."""
-        per_token = torch.int64.itemsize + torch.bool.itemsize * (1 + WRITABLE) + torch.float32.itemsize
+        choices = (self.vocabulary.size + 7) // 8
+        per_token = torch.int64.itemsize + torch.bool.itemsize + choices + torch.float32.itemsize
         return per_token * self.max_tokens
 
     def save_pretrained(self, directory: Path) -> None:
-        """Write transformers' LlamaForCausalLM, and the critic apart."""
+        """Write a directory that transformers reads, and the critic in a file of its own."""
         with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(merged_state_dict(self.model, deferred=True), staging)
+            self.network.save(staging)
+            self.vocabulary.save(staging)
             save_heads(staging, self.value_head)
-            config = {**_public(self.model.spec), OWN_SECTION: {"family": FAMILY}}
-            checkpoint.write_json(staging / CONFIG_FILE, config)
 
     # Parts -----------------------------------------------------------------------------------------------------------
 
@@ -204,9 +211,20 @@ class PlannerPolicy(VLAPolicy):
         """Return the first column that is not padding in every row."""
         return int(inputs["attention_mask"].any(dim=0).int().argmax())
 
+    def _noise(self, batch: int, generator: RandomSource | None) -> Tensor:
+        shape = batch, self.max_tokens
+        if self.vocabulary.whole_noise:
+            return exponential_noise((*shape, self.vocabulary.size), generator, self.device)
+        return uniform_noise(shape, generator, self.device)
+
+    def _draw(self, logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tensor:
+        if noise is None or self.vocabulary.whole_noise:
+            return draw(logits, sampling, noise)
+        return draw_quantile(logits, sampling, noise)
+
     def _logits(self, hidden: Tensor, allowed: Tensor) -> Tensor:
         """Return ``float32[...,K]``, -inf for what is not allowed."""
-        return logits_of(self.model, hidden, WRITABLE).masked_fill(~allowed, -torch.inf)
+        return self.network.logits(hidden, self.vocabulary.size).masked_fill(~allowed, -torch.inf)
 
     def _values(self, hidden: Tensor) -> Tensor:
         """Return values from hidden states ``[B,D]`` of the last prompt token."""
@@ -221,49 +239,3 @@ def _padded(numbers: Tensor, mask: Tensor) -> Tensor:
     """Pad ``float32[B,T]`` of the first T tokens to ``[B,M,1]``, 0 where nothing was written."""
     full = F.pad(numbers, (0, mask.shape[1] - numbers.shape[1]))
     return torch.where(mask, full, 0.0)[..., None]
-
-
-def build_planner(
-    config: PlannerModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
-) -> tuple[PlannerPolicy, LoadReport]:
-    """Build the configured policy; see ``models.registry.build_policy``."""
-    device = torch.device(device)
-    directory, report = checkpoint.locate(config)
-    spec = _spec(config, directory)
-    generator = new_generator(device, seed)
-    with torch.device("meta"):
-        model = Llama(spec)
-    files = [] if directory is None else checkpoint.weight_files(directory)
-    checkpoint.fill(model, files, report, lambda: init_weights(model, generator), device=device, dtype=dtype)
-    head = build_value_head(config, spec.hidden_size, directory, report, device, generator)
-    return PlannerPolicy(model, config, head), report
-
-
-def _spec(config: PlannerModelConfig, directory: Path | None) -> LlamaSpec:
-    """Return the dimensions of the checkpoint, or the configured ones."""
-    shape = config.planner
-    length = shape.max_prompt_tokens + shape.max_new_tokens
-    heads = shape.num_attention_heads
-    wanted = LlamaSpec(
-        VOCAB_SIZE, shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers, heads, heads, length
-    )
-    if directory is None:
-        return wanted
-    fields = read_file(directory / CONFIG_FILE)
-    check_family(fields, (FAMILY,))
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    found = replace(wanted, **{name: size(fields, name) for name in names})
-    check_multiple(fields, "hidden_size", "num_attention_heads")
-    check_multiple(fields, "num_attention_heads", "num_key_value_heads")
-    if config.model_path is None:
-        checkpoint.check_size(found, wanted, names, directory, "model.planner")
-    return found
-
-
-def _public(spec: LlamaSpec) -> dict[str, object]:
-    return {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-        **{name: value for name, value in asdict(spec).items() if name != "rope_theta"},
-        **{"rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta}, "tie_word_embeddings": False},
-        **{"bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD},
-    }

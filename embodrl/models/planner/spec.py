@@ -13,6 +13,9 @@ from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 FAMILY = "planner"
+PUBLIC = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+"""Kinds of public language models that are read, as config.json names them."""
+EXPERTS_PER_TOKEN = 2
 
 
 class PlannerArchitectureConfig(Section):
@@ -23,9 +26,12 @@ class PlannerArchitectureConfig(Section):
     num_hidden_layers: PositiveInt = Field(default=2, description="layers")
     num_attention_heads: PositiveInt = Field(default=4, description="heads; an even part of hidden_size each")
     max_prompt_tokens: PositiveInt = Field(
-        default=512, description="bytes of tools and messages; prompts are padded to this length"
+        default=512, description="tokens of tools and messages (bytes without a checkpoint); prompts are padded to it"
     )
-    max_new_tokens: PositiveInt = Field(default=64, description="bytes of a message that the planner writes")
+    max_new_tokens: PositiveInt = Field(default=64, description="tokens of a message that the planner writes")
+    num_experts: int | None = Field(
+        default=None, ge=EXPERTS_PER_TOKEN, description="MLPs per layer, of which a router picks 2; null for one"
+    )
 
 
 class PlannerModelConfig(ModelConfig):
@@ -48,6 +54,15 @@ def planner_heads_divide_its_width(context: Context) -> Iterator[Finding]:
         near = divisors(shape.hidden_size // 2, shape.num_attention_heads) if shape.hidden_size % 2 == 0 else "none"
         key = "model.planner.num_attention_heads"
         yield Finding(key, message, "set it to 4", near, others=("model.planner.hidden_size",))
+
+
+@RULES.rule("model.planner", "model.model_path")
+def a_checkpoint_has_its_experts(context: Context) -> Iterator[Finding]:
+    """The checkpoint's configuration says how many experts it has."""
+    model = context.model(PlannerModelConfig)
+    if model.model_path is not None and model.planner.num_experts is not None:
+        message = "has no effect: the language model of model.model_path has the experts that its config.json names"
+        yield Finding("model.planner.num_experts", message, "set it to null", "null", others=("model.model_path",))
 
 
 @RULES.rule("model.model_type", "rollout.workflow")
@@ -90,15 +105,15 @@ def num_parameters(config: ModelConfig) -> int:
     """Return the approximate parameter count of a planner without a checkpoint (matrices only)."""
     assert isinstance(config, PlannerModelConfig)
     shape = config.planner
-    layer = 4 * shape.hidden_size**2 + 3 * shape.hidden_size * shape.intermediate_size
+    layer = 4 * shape.hidden_size**2 + 3 * shape.hidden_size * shape.intermediate_size * (shape.num_experts or 1)
     return shape.num_hidden_layers * layer + 2 * 263 * shape.hidden_size
 
 
 SPEC = ModelSpec(
     name=FAMILY,
-    target="embodrl.models.planner.policy:build_planner",
-    description="a language model of bytes that writes messages and tool calls, for workflows",
-    recognizes=lambda raw: own_section(raw).get("family") == FAMILY,
+    target="embodrl.models.planner.build:build_planner",
+    description="a language model, public or of bytes, that writes messages and tool calls, for workflows",
+    recognizes=lambda raw: own_section(raw).get("family", FAMILY) == FAMILY and raw.get("model_type") in PUBLIC,
     settings=PlannerModelConfig,
     rules=(RULES,),
     kind="text",
@@ -109,6 +124,6 @@ SPEC = ModelSpec(
     num_parameters=num_parameters,
     sizes="0.1 M",
     actions="none: text, of which a workflow makes actions",
-    checkpoint="transformers' LlamaForCausalLM over bytes, as embodrl writes it",
+    checkpoint="a causal language model of transformers: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE",
     rl="log-probs of written tokens: temperature, top-k",
 )

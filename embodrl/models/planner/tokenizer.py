@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.chat import ROLES, Conversation, WrittenText
@@ -26,9 +24,9 @@ def encode(conversation: Conversation) -> list[int]:
     ids: list[int] = []
     if conversation.tools:
         text = json.dumps(conversation.tools, separators=(",", ":"), ensure_ascii=False)
-        ids += [TOOLS, *_bytes(text), END]
+        ids += [TOOLS, *to_bytes(text), END]
     for role, text in conversation.messages:
-        ids += [ROLE_IDS[role], *_bytes(text), END]
+        ids += [ROLE_IDS[role], *to_bytes(text), END]
     return [*ids, ROLE_IDS["assistant"]]
 
 
@@ -72,29 +70,7 @@ def decode(ids: list[int], prompt_tokens: int) -> WrittenText:
     return WrittenText(tuple(bytes([i]) for i in ids if i < END), END in ids, prompt_tokens)
 
 
-@dataclass
-class TextPrefix:
-    """A place in the texts that are permitted: the tokens that may follow, and where they lead."""
-
-    following: dict[int, TextPrefix] = field(default_factory=dict[int, "TextPrefix"])
-
-
-@functools.lru_cache(maxsize=16)
-def tree(texts: tuple[str, ...]) -> TextPrefix:
-    """Return the root of the prefix tree of texts, each ended by END."""
-    root = TextPrefix()
-    for text in texts:
-        node = root
-        for token in [*_bytes(text), END]:
-            node = node.following.setdefault(token, TextPrefix())
-    return root
-
-
-def longest(texts: tuple[str, ...]) -> int:
-    """Return the number of tokens of the longest text, with END; 0 without texts."""
-    return max((len(_bytes(text)) + 1 for text in texts), default=0)
-
-
-def _bytes(text: str) -> bytes:
+def to_bytes(text: str) -> bytes:
+    """Return the UTF-8 of a text."""
     # A lone surrogate, which JSON can hold, has no UTF-8.
     return text.encode("utf-8", errors="replace")

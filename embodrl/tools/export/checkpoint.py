@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from embodrl.config import LoadedConfig
 from embodrl.config.compose import assignment
+from embodrl.config.nodes import parse_yaml
 from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import EmbodrlError, OutputError, UsageError
 from embodrl.models.common.lora import save_adapters
 from embodrl.runs.policies import STEP, PolicySource
+from embodrl.specs import MODELS, SERVE_PROTOCOLS
 from embodrl.storage.atomic import ELSEWHERE
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.trainer.files import base_of, export_policy
-from embodrl.trainer.settings import is_run, load_saved, not_a_run
+from embodrl.trainer.settings import CONFIG_FILE, STATE_KEY, is_run, load_saved, not_a_run
 
 logger = logging.getLogger(__name__)
 
@@ -86,4 +88,17 @@ def _load(run_dir: Path, checkpoint: Checkpoint, overrides: list[str], trust: bo
     statistics = run_dir / STATISTICS_FILE
     if statistics.is_file():
         overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]
+    # Nothing is served, but the settings are read as if: a policy of messages has protocols of its own.
+    values, _ = parse_yaml(checkpoint.state.text(STATE_KEY), CONFIG_FILE)
+    if _writes_text(values.plain()):
+        overrides = [
+            f"serve.protocols=[{next(one.name for one in SERVE_PROTOCOLS.all() if one.serves_text)}]",
+            *overrides,
+        ]
     return load_saved(run_dir, overrides, "serve", checkpoint, True, trust)[0]
+
+
+def _writes_text(settings: Any) -> bool:
+    """Return whether saved settings are of a family that writes text."""
+    family = settings["model"]["model_type"]
+    return family in MODELS and MODELS.entry(family).kind == "text"

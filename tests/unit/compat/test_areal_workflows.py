@@ -6,12 +6,14 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from expect import raises_code
 from tiny_families import build
+from tiny_language_models import write_language_model
 
 from embodrl.compat.areal import (
     GenerationHyperparameters,
@@ -34,6 +36,7 @@ CONFIG = load_config(["env=toy", "model=mlp", "actor.precision=fp32"]).config
 SIDE = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
 LOOK = {"name": "look", "description": "turn the camera", "parameters": SIDE}
 ASK = [{"role": "user", "content": "where is it?"}]
+SHORT = {"max_prompt_tokens": 200, "max_new_tokens": 8}
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +153,15 @@ def test_what_has_no_counterpart_is_refused(policy: VLAPolicy) -> None:
     ):
         with raises_code("areal-counterpart", EmbodrlError, "counterpart"):
             refused()
+
+
+def test_tokens_of_a_public_model_are_refused(tmp_path: Path) -> None:
+    class Asks(RolloutWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any]:
+            ids = Tokenizer().apply_chat_template(ASK, add_generation_prompt=True)
+            await engine.agenerate(ModelRequest(input_ids=ids))
+            raise AssertionError
+
+    model = build("planner", num_action_chunks=1, model_path=str(write_language_model(tmp_path)), planner=SHORT)
+    with raises_code("areal-counterpart"):
+        run(model, Asks(), {})

@@ -116,7 +116,7 @@ def test_required_calls_are_a_distribution(policy: PlannerPolicy) -> None:
     output = policy.predict_action_batch(observation(*[TEXTS[0]] * rows), "train", SAMPLING, generator())
     texts = [message.text for message in policy.text_of(output.forward_inputs)]
     assert set(texts) <= set(calls) and len(set(texts)) > 1
-    page = Page([calls] * rows, 70)
+    page = Page([policy.vocabulary.tree(calls)] * rows, policy.vocabulary, 70)
     ends = [[*call.encode(), END] for call in calls]
     for place in range(70):
         page.permit(place)
