@@ -350,13 +350,16 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print, endless: b
             return LeRobotWriter(directory, names, fps, collecting.video_crf, config.env.env_type, resume=True)
 
         lease = Lease(store, settings.collector, spool_id(spool))
-        lease.take(say)  # first, since ShardWriter continues after the store's newest shard
+        retry = Retry(logger.warning)
+        # First, since ShardWriter continues after the store's newest shard.
+        retry.insist(lease.take, say, poll_s=settings.poll_s)
         closing.callback(lease.stop)
         lease.keep()
         size = ShardSize(settings.episodes_per_shard, settings.shard_s)
         meta = {REWARDS: reward_settings(config)}
-        shards = ShardWriter(store, spool, settings.collector, make_writer, size, meta)
-        closing.callback(Retry(logger.warning), lease.release)  # not if another process owns the spool
+        parts = (store, spool, settings.collector, make_writer, size, meta)
+        shards: ShardWriter = retry.insist(ShardWriter, *parts, poll_s=settings.poll_s)
+        closing.callback(retry, lease.release)  # not if another process owns the spool
         closing.callback(shards.close)
         directory = spool.resolve() / "weights"
         engine = make_acting(config, weights_dir=directory)

@@ -184,7 +184,7 @@ class RolloutWriter:
         self.retry = Retry(logger.warning)
         self.poll_s = store_settings(config).poll_s
         self.stream = zlib.crc32(spool.collector.encode())
-        self.next = spool.next_number()
+        self.next: int = self.retry.insist(spool.next_number, poll_s=self.poll_s)
         train = config.env.train
         if not train.use_fixed_reset_state_ids:  # then all have the same
             train = train.model_copy(update={"seed": train.seed + self.stream})
@@ -261,8 +261,9 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         pool.wait_started()
         check_environments(config, pool)
         lease = Lease(store, settings.collector, spool_id(directory))
-        lease.take(say)
-        closing.callback(Retry(logger.warning), lease.release)
+        retry = Retry(logger.warning)
+        retry.insist(lease.take, say, poll_s=settings.poll_s)
+        closing.callback(retry, lease.release)
         closing.callback(lease.stop)
         lease.keep()
         source = WeightSource(engine)
@@ -276,7 +277,6 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
             rewards.check(pool.spec)
             judging = rewards.judging
         (runner,) = make_runners(config, pool, engine, judging)
-        retry = Retry(logger.warning)
 
         def is_ready() -> bool:
             lease.check()

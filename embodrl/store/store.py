@@ -271,3 +271,10 @@ class Retry:
             self._tell("the store is available again")
             self._problem = ""
         return result
+
+    def insist(self, action: Callable[..., Any], *arguments: object, poll_s: float) -> Any:
+        """Return the action's result, repeating it every ``poll_s`` seconds while the store is away or full."""
+        away = object()
+        while (result := self(action, *arguments, default=away)) is away:
+            time.sleep(poll_s)
+        return result

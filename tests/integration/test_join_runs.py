@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import runs
 from redis_server import fake_redis, redis_server
+from tcp_proxy import TcpProxy
 
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.store.rollout_shards import ROLLOUTS, SETTINGS, TAKEN, Ledger
@@ -122,6 +123,69 @@ def test_a_process_joins_a_run_in_redis(tmp_path: Path, redis_store: Store) -> N
     assert [row["iteration"] for row in runs.metrics(run_dir)] == list(range(5))
     assert max(redis_store.names("weights")) == "weights/v000004"
     assert len({line["collect/policy_version"] for line in metrics_of(tmp_path / "spool")}) > 1
+
+
+def counted_in(run_dir: Path) -> tuple[int, int]:
+    """Return how many rollouts the newest checkpoint counts, and how many of them were rejected."""
+    checkpoint = CheckpointManager(run_dir, 1).latest_good()[0]
+    assert checkpoint is not None
+    state = checkpoint.state.fields("rollout").fields("state")
+    ledger = Ledger.read(state.fields("ledger"))
+    counted = sum(ledger.has(name, n) for name in ledger.next for n in range(ledger.next[name]))
+    return counted, state.integer("rejected")
+
+
+@pytest.mark.timeout(240)
+def test_a_network_that_loses_answers_loses_no_rollout(tmp_path: Path) -> None:
+    """Connections are reset between requests and answers all the time, so that writes are repeated."""
+    config, run_dir, log = tmp_path / "config.yaml", tmp_path / "run", tmp_path / "join.log"
+    config.write_text(CONFIG)
+    with redis_server(tmp_path) as address, ExitStack() as closing:
+        store = Store(f"{address}/run")
+        proxy = TcpProxy(int(address.split(":")[2].split("/")[0]))
+        closing.callback(proxy.close)
+        places = [f"store.url={store.url}", f"runner.output_dir={run_dir}", "runner.max_iterations=6"]
+        trainer = closing.enter_context(started(tmp_path, "train", "--config", config, *places))
+        until(lambda: store._fs.exists(store._path(SETTINGS, "STABLE")), trainer)
+        own = [f"store.spool_dir={tmp_path / 'spool'}", "env.train.total_num_envs=4"]
+        joined = closing.enter_context(started(tmp_path, "join", f"redis://127.0.0.1:{proxy.port}/0/run", *own))
+        until(lambda: "gathering for" in log.read_text(), trainer, joined)
+
+        def has_ended() -> bool:
+            proxy.cut()
+            return trainer.poll() is not None
+
+        until(has_ended)  # the joined process may end first
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
+        assert joined.wait() == 0, log.read_text()
+        made = max(place_of(name)[1] for name in store.names(ROLLOUTS)) + 1
+        waiting = len(store.names(ROLLOUTS))
+    assert "retrying" in log.read_text() and proxy.num_connections > 10
+    counted, rejected = counted_in(run_dir)
+    assert counted == 2 * 6 + rejected and runs.metrics(run_dir)[-1]["env_steps"] == counted * STEPS
+    assert counted <= made <= counted + waiting, "all are counted or in the store"
+
+
+@pytest.mark.timeout(240)
+def test_who_joins_waits_for_a_store_that_is_away(tmp_path: Path) -> None:
+    config, run_dir, store = tmp_path / "config.yaml", tmp_path / "run", Store(str(tmp_path / "store"))
+    config.write_text(CONFIG)
+    place, away, log = tmp_path / "store", tmp_path / "away", tmp_path / "join.log"
+    with ExitStack() as closing:
+        places = [f"store.url={store.url}", f"runner.output_dir={run_dir}", "runner.max_iterations=2"]
+        trainer = closing.enter_context(started(tmp_path, "train", "--config", config, *places))
+        until(lambda: (place / SETTINGS / "STABLE").is_file(), trainer)
+        store.put_note("leases/collector-0", {"owner": "another", "beats": 1})
+        joined = closing.enter_context(started(tmp_path, "join", store.url, f"store.spool_dir={tmp_path / 'spool'}"))
+        until(lambda: "belonged to another process" in log.read_text(), trainer, joined)
+        place.rename(away)
+        until(lambda: "retrying" in log.read_text(), trainer, joined)
+        (away / "leases" / "collector-0" / "STABLE").unlink()
+        away.rename(place)
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
+        assert joined.wait() == 0, log.read_text()
+    assert "the store is available again" in log.read_text()
+    assert [row["iteration"] for row in runs.metrics(run_dir)] == list(range(3))
 
 
 @pytest.mark.timeout(240)

@@ -137,6 +137,22 @@ def test_an_outage_is_reported_once_and_its_end(tmp_path, monkeypatch):
         retry(store.get, "episodes/none", tmp_path / "copy")
 
 
+def test_what_a_start_needs_is_repeated_until_it_is_done():
+    lines, left = [], [StoreError("away", code="store-unreachable"), StoreError("full", code="store-full"), None, 3]
+
+    def answer():
+        if isinstance(one := left.pop(0), StoreError):
+            raise one
+        return one
+
+    retry = Retry(lines.append)
+    assert retry.insist(answer, poll_s=0.0) is None and len(left) == 1, "None is a result"
+    assert lines == ["away; retrying", "the store is available again"]
+    left.insert(0, StoreError("taken", code="store-name-taken"))
+    with raises_code("store-name-taken"):
+        retry.insist(answer, poll_s=0.0)
+
+
 def test_a_full_store_is_named_and_takes_the_rest_later(store, directory, monkeypatch, tmp_path):
     told: list[str] = []
     retry = Retry(told.append)
