@@ -38,9 +38,11 @@ come from embodrl's own design. `before` is what the audit found, empty where it
 
 `accepted` and `refused` are what the configuration check of the command says (`refused` with its [code](errors.md)); it
 was not run for this page: the tests run it, on CPUs. *works*: nothing is known to be missing; where no command is
-given, the tests show it. *partly*: the last column says what is missing. *missing*: the command is refused, so that
-nothing is ignored in silence, or there is nothing to show.
+given, the tests show it. *untried*: the code is there and tested as far as CPUs go, but not on the hardware, or with the
+weights, that the last column names; the audit called such rows partly. *partly*: the last column says what is missing.
+*missing*: the command is refused, so that nothing is ignored in silence, or there is nothing to show.
 """
+STATES = ("works", "untried", "partly", "missing")
 CHECKED: dict[str, Verb | None] = {
     "plan train": "plan",
     "store train": "store",
@@ -62,6 +64,7 @@ class Row:
         command: one that asks for it, without ``embodrl``; "" where tests say more.
         tests: ``path::name`` below tests/, of those that run it.
         remains: what is missing, and why.
+        untried: hardware, weights or machines that it is for and that were not at hand.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Row:
     command: str = ""
     tests: tuple[str, ...] = ()
     remains: str = ""
+    untried: str = ""
 
 
 def read_rows(path: Path) -> dict[str, list[Row]]:
@@ -117,7 +121,9 @@ def missing_tests() -> list[str]:
 def state_of(row: Row, found: str) -> str:
     """Return the state of a row, given what the check of its command says."""
     nothing = not row.command and not row.tests
-    return "missing" if nothing or found.startswith("refused") else "partly" if row.remains else "works"
+    if nothing or found.startswith("refused"):
+        return "missing"
+    return "partly" if row.remains else "untried" if row.untried else "works"
 
 
 def table(rows: list[Row], states: dict[str, str]) -> list[str]:
@@ -130,7 +136,8 @@ def table(rows: list[Row], states: dict[str, str]) -> list[str]:
         tests = "<br>".join(f"`{test}`" for test in row.tests)
         command = f"`embodrl {row.command}`" if row.command else ""
         before = "" if row.before == "absent" else row.before
-        cells = (row.name, row.systems, command, found, tests, before, states[row.name], row.remains)
+        remains = "; ".join(filter(None, (row.remains, row.untried and f"not tried: {row.untried}")))
+        cells = (row.name, row.systems, command, found, tests, before, states[row.name], remains)
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -138,13 +145,13 @@ def table(rows: list[Row], states: dict[str, str]) -> list[str]:
 def change(rows: list[Row], states: dict[str, str]) -> str:
     """Return a table of the numbers of rows in each state in the audit, and now, without those that it did not see."""
     seen = [row for row in rows if row.before != "absent"]
-    lines = ["| | works | partly | missing |", "|---|---|---|---|"]
+    lines = [f"| | {' | '.join(STATES)} |", "|---" * (len(STATES) + 1) + "|"]
     counts = {
         "28 November 2026": Counter(row.before for row in seen),
         "now": Counter(states[row.name] for row in seen),
     }
     for title, counted in counts.items():
-        lines.append(f"| {title} | {counted['works']} | {counted['partly']} | {counted['missing']} |")
+        lines.append(f"| {title} | {' | '.join(str(counted[state]) for state in STATES)} |")
     text = f"Of the {len(seen)} rows that the audit looked at, among {len(rows)}:"
     return f"{text}\n\n" + "\n".join(lines) + "\n"
 

@@ -45,8 +45,8 @@ def test_a_row_has_a_name_of_its_own_and_something_to_show_or_to_say(capabilitie
     for row in rows:
         assert row.before in ("works", "partly", "missing", "absent"), row.name
         assert set(filter(None, row.systems.split(", "))) <= SYSTEMS, row.name
-        assert row.tests or row.remains, row.name
-        assert "|" not in row.name + row.command + row.remains, f"{row.name}: a cell ends there"
+        assert row.tests or row.remains or row.untried, row.name
+        assert "|" not in row.name + row.command + row.remains + row.untried, f"{row.name}: a cell ends there"
 
 
 def test_the_page_has_what_the_checks_say(capabilities: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +56,16 @@ def test_the_page_has_what_the_checks_say(capabilities: ModuleType, monkeypatch:
     refused = replace(row, name="b", command="plan train runner.seeds=3")
     said = replace(row, name="c", command="serve env=toy protocol=http model.random_weights=true", remains="why")
     nothing = capabilities.Row("d", "absent", remains="why")
-    monkeypatch.setattr(capabilities, "SECTIONS", {"Many runs": [row, refused], "More": [said, nothing]})
+    untried = replace(row, name="e", untried="such a machine")
+    monkeypatch.setattr(capabilities, "SECTIONS", {"Many runs": [row, refused], "More": [said, nothing, untried]})
     cells = [line.strip("| ").split(" | ") for line in capabilities.page().splitlines() if line.startswith("| ")]
-    found = {cell[0]: (cell[3].strip(), cell[6].strip()) for cell in cells if cell[0] in "abcd"}
+    found = {cell[0]: (cell[3].strip(), cell[6].strip()) for cell in cells if cell[0] in "abcde"}
     assert found == {
         "a": ("accepted", "works"),
         "b": ("refused: `config-unknown-key`", "missing"),
         "c": ("accepted", "partly"),
         "d": ("", "missing"),
+        "e": ("accepted", "untried"),
     }
 
 
@@ -72,7 +74,7 @@ def test_rows_are_counted_before_and_now(capabilities: ModuleType) -> None:
     rows = [capabilities.Row(name, state) for name, state in before.items()]
     lines = capabilities.change(rows, {"a": "works", "b": "missing", "c": "partly", "d": "works"}).splitlines()
     assert lines[0].startswith("Of the 3 rows ") and lines[0].endswith("among 4:")
-    assert lines[-2:] == ["| 28 November 2026 | 0 | 1 | 2 |", "| now | 1 | 1 | 1 |"]
+    assert lines[-2:] == ["| 28 November 2026 | 0 | 0 | 1 | 2 |", "| now | 1 | 0 | 1 | 1 |"]
 
 
 def test_commands_are_accepted_where_tests_run_them(capabilities: ModuleType) -> None:
@@ -83,8 +85,8 @@ def test_commands_are_accepted_where_tests_run_them(capabilities: ModuleType) ->
         states[row.name] = state = capabilities.state_of(row, found)
         assert not (found.startswith("refused") and row.tests), (row.name, found)
         assert "hub-unreachable" not in found, f"{row.name}: a page is made without a network"
-        assert state == "works" or row.remains, row.name
+        assert state == "works" or row.remains or row.untried, row.name
         assert row.before != "works" or state != "missing", row.name
     counted = capabilities.change(rows_of(capabilities), states).splitlines()[-2:]
-    totals = [sum(int(cell) for cell in line.split("|")[2:5]) for line in counted]
+    totals = [sum(int(cell) for cell in line.split("|")[2:6]) for line in counted]
     assert totals == [sum(row.before != "absent" for row in rows_of(capabilities))] * 2
