@@ -363,7 +363,9 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print, endless: b
         closing.callback(shards.close)
         directory = spool.resolve() / "weights"
         engine = make_acting(config, weights_dir=directory)
-        follower = WeightFollower(WeightSource(engine), directory, lambda: download_versions(store, directory))
+        follower = WeightFollower(
+            WeightSource(engine), directory, lambda: download_versions(store, directory), settings.poll_s
+        )
         follower.start()
         closing.callback(follower.stop)
         intervention = make_intervention(settings.intervention, config, pool)

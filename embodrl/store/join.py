@@ -267,7 +267,7 @@ def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         closing.callback(lease.stop)
         lease.keep()
         source = WeightSource(engine)
-        follower = WeightFollower(source, weights, lambda: download_versions(store, weights))
+        follower = WeightFollower(source, weights, lambda: download_versions(store, weights), settings.poll_s)
         follower.start()
         closing.callback(follower.stop)
         rewards = RewardWorker(config, tuple(pool.spec.tasks)) if config.reward.judged else None

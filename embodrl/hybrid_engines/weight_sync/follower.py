@@ -62,14 +62,18 @@ class WeightSource:
 class WeightFollower(threading.Thread):
     """Loads every new version of a directory, which may appear later, until stopped.
 
-    ``fetch`` is called before every poll, to bring new versions into the directory; it may raise a StoreError.
+    ``fetch`` is called before every poll, to bring new versions into the directory; it may raise a StoreError. Polls
+    are ``poll_s`` seconds apart.
     """
 
-    def __init__(self, source: WeightSource, directory: Path, fetch: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, source: WeightSource, directory: Path, fetch: Callable[[], object] = lambda: None, poll_s: float = LOOK_S
+    ) -> None:
         super().__init__(name="weights", daemon=True)
         self._source = source
         self._directory = directory
         self._fetch = fetch
+        self._poll_s = poll_s
         self._stopped = threading.Event()
 
     def run(self) -> None:
@@ -86,7 +90,7 @@ class WeightFollower(threading.Thread):
                 if str(error) != problem:
                     logger.error("%s", error, exc_info=not isinstance(error, EmbodrlError))
                 problem = str(error)
-            self._stopped.wait(LOOK_S)
+            self._stopped.wait(self._poll_s)
 
     def stop(self) -> None:
         """Stop after the current poll, which may hang if its file system does."""

@@ -46,14 +46,13 @@ def test_versions_are_taken_up_under_load_and_no_request_fails(tmp_path, monkeyp
     assert answered == sorted(answered) and set(answered) == {0, 3, 4, 9}
 
 
-def test_damaged_weights_are_reported_once_and_the_next_are_taken(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+def test_damaged_weights_are_reported_once_and_the_next_are_taken(tmp_path, caplog):
     policy = MeanPolicy()
     engine = engine_of(policy)
     send(tmp_path, policy, 1)
     damaged = next((tmp_path / "v000001").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    follower = WeightFollower(WeightSource(engine), tmp_path)
+    follower = WeightFollower(WeightSource(engine), tmp_path, poll_s=0.001)
     with caplog.at_level("INFO"):
         follower.start()
         while not caplog.records:
@@ -82,8 +81,7 @@ def test_what_is_no_file_among_the_weights_is_refused_at_once(name, make, tmp_pa
     assert source.take(tmp_path).version == 4
 
 
-def test_no_error_ends_the_follower(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(module, "LOOK_S", 0.001)
+def test_no_error_ends_the_follower(tmp_path, caplog):
     errors = [EmbodrlError("any other"), OSError(5, "Input/output error"), RuntimeError("a bug")]
 
     def fetch():
@@ -91,7 +89,7 @@ def test_no_error_ends_the_follower(tmp_path, monkeypatch, caplog):
             raise errors.pop()
 
     policy = MeanPolicy()
-    follower = WeightFollower(WeightSource(engine_of(policy)), tmp_path, fetch)
+    follower = WeightFollower(WeightSource(engine_of(policy)), tmp_path, fetch, poll_s=0.001)
     send(tmp_path, policy, 1)
     follower.start()
     while policy.offset.item() != 1 and follower.is_alive():
