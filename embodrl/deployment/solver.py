@@ -163,7 +163,7 @@ class Solution:
                 f"cluster.component_placement: {failure.reason}", failure.reason.hint, code="placement"
             ) from failure.reason
         raise EmbodrlError(
-            "cluster.device=cuda: no NVIDIA GPU found on this machine",
+            "cluster.device=cuda: no GPU of NVIDIA or AMD found on this machine",
             "set cluster.device=auto, or describe another machine in cluster.hardware and `embodrl plan` for it",
             code="placement",
         )

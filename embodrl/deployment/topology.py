@@ -16,8 +16,9 @@ SYSFS = Path("/sys")
 PROC = Path("/proc")
 GIB = 1 << 30
 _GPU_CLASSES = ("0x0300", "0x0302")  # VGA controller, 3D controller
-_GPU_VENDORS = ("0x10de", "0x1002")  # NVIDIA, AMD; excludes the server's management display
-_NVIDIA = "0x10de"
+_NVIDIA, _AMD = "0x10de", "0x1002"  # excludes the server's management display
+_KFD_NODES = "class/kfd/kfd/topology/nodes"
+"""AMD's driver lists processors and GPUs here."""
 # cgroup v2, then v1: the limit of a container.
 _CPUSET_FILES = ("fs/cgroup/cpuset.cpus.effective", "fs/cgroup/cpuset/cpuset.effective_cpus")
 _QUOTA_FILES = ("fs/cgroup/cpu.max", "fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -28,10 +29,11 @@ class Gpu:
     """A GPU on the PCI bus.
 
     Attributes:
-        pci_address: e.g. ``0000:17:00.0``; GPUs are numbered in this order (CUDA_DEVICE_ORDER=PCI_BUS_ID).
+        pci_address: e.g. ``0000:17:00.0``; NVIDIA's GPUs are numbered in this order (CUDA_DEVICE_ORDER=PCI_BUS_ID),
+            AMD's as their driver lists them.
         numa_node: NUMA node of its PCI slot; None if unknown.
         name: driver's name of the GPU; "" if unknown.
-        memory_bytes: needs the extra ``gpu`` (nvidia-ml-py); 0 if unknown.
+        memory_bytes: of NVIDIA's needs the extra ``gpu`` (nvidia-ml-py); 0 if unknown.
         uuid: "" if unknown.
     """
 
@@ -50,7 +52,7 @@ class Topology:
         nodes: NUMA node to its logical CPUs, the first hardware thread of every core before the second ones. Nodes
             without a usable CPU are left out.
         num_cores: NUMA node to its number of physical cores.
-        gpus: in order of PCI address.
+        gpus: as they are numbered.
         cpu_quota: processor time limit of a container, in CPUs; None without a limit.
         core_of: logical CPU to the first hardware thread of its core.
     """
@@ -73,7 +75,7 @@ class Machine:
     """The driver's machine, as available to a run.
 
     Attributes:
-        gpus: NVIDIA GPUs that the driver sees, as CUDA_VISIBLE_DEVICES names them.
+        gpus: NVIDIA's or AMD's GPUs that the driver sees, as CUDA_VISIBLE_DEVICES names them.
         num_cpus: logical CPUs that the driver may use.
     """
 
@@ -105,14 +107,20 @@ def read_machine() -> Machine:
 
     For the driver alone: other processes see only part of the GPUs and cores, and get a ``Deployment``.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = visible_devices()
     if visible is None:
-        gpus = [str(index) for index, _ in enumerate((PROC / "driver/nvidia/gpus").glob("*"))]
+        listed = list((PROC / "driver/nvidia/gpus").glob("*")) or _kfd_gpus(SYSFS)
+        gpus = [str(index) for index in range(len(listed))]
     else:  # as in CUDA, entries after an invalid one are not visible
         entries = (part.strip() for part in visible.split(","))
         gpus = list(itertools.takewhile(lambda part: part not in ("", "-1"), entries))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Machine(tuple(gpus), len(os.sched_getaffinity(0)), memory, read_topology(SYSFS, None, PROC, visible))
+
+
+def visible_devices() -> str | None:
+    """Return CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES, which ROCm prefers; None if all GPUs are visible."""
+    return os.environ.get("HIP_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def read_topology(
@@ -150,7 +158,7 @@ def read_topology(
     gpus = _read_gpus(sysfs, proc)
     gpus = _with_memory(gpus) if here else gpus
     if visible is None and here:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        visible = visible_devices()
     return Topology(nodes, num_cores, _visible_gpus(gpus, visible), _quota(sysfs), core_of)
 
 
@@ -228,26 +236,48 @@ def _quota(sysfs: Path) -> float | None:
 
 
 def _read_gpus(sysfs: Path, proc: Path | None) -> tuple[Gpu, ...]:
-    """Return the GPUs on the bus; of NVIDIA's only the ones the driver lists, if any: a container may have a subset."""
+    """Return the GPUs on the bus, as they are numbered.
+
+    Of each maker's only the ones its driver lists, if it lists any: a container may have a subset.
+    """
     listed = proc / "driver/nvidia/gpus" if proc is not None else None
     served = {path.name: path for path in listed.glob("*")} if listed is not None and listed.is_dir() else None
+    amd = _kfd_gpus(sysfs)
     gpus: list[Gpu] = []
     for device in sorted((sysfs / "bus/pci/devices").glob("*")):
-        if not (device / "class").exists() or not (device / "vendor").exists():
+        vendor, draws = _line(device / "vendor"), _line(device / "class")[:6] in _GPU_CLASSES
+        if not (
+            (vendor == _NVIDIA and draws and (served is None or device.name in served))
+            or (vendor == _AMD and (device.name in amd if amd else draws))
+        ):
             continue
-        kind = (device / "class").read_text().strip()
-        vendor = (device / "vendor").read_text().strip()
-        if kind[:6] not in _GPU_CLASSES or vendor not in _GPU_VENDORS:
-            continue
-        if vendor == _NVIDIA and served is not None and device.name not in served:
-            continue
-        node_file = device / "numa_node"
-        node = int(node_file.read_text()) if node_file.exists() else -1
+        node = int(_line(device / "numa_node") or -1)
         facts = _information(served[device.name]) if served and vendor == _NVIDIA else {}
-        name = facts.get("Model", "")
-        uuid = facts.get("GPU UUID", "")
-        gpus.append(Gpu(device.name, node if node >= 0 else None, name, uuid=uuid))
-    return tuple(gpus)
+        name = facts.get("Model", "") or _line(device / "product_name")
+        memory = int(_line(device / "mem_info_vram_total") or 0)  # AMD's driver writes it
+        gpus.append(Gpu(device.name, node if node >= 0 else None, name, memory, facts.get("GPU UUID", "")))
+    return tuple(sorted(gpus, key=lambda gpu: amd.index(gpu.pci_address) if gpu.pci_address in amd else -1))
+
+
+def _line(path: Path) -> str:
+    """Return the only line of a file; "" without one."""
+    return path.read_text().strip() if path.is_file() else ""
+
+
+def _kfd_gpus(sysfs: Path) -> list[str]:
+    """Return the PCI addresses of AMD's GPUs that this process may use, as ROCm numbers them."""
+    addresses: list[str] = []
+    for node in sorted((sysfs / _KFD_NODES).glob("[0-9]*"), key=lambda path: int(path.name)):
+        try:
+            text = (node / "properties").read_text()
+        except PermissionError:  # a GPU that this container must not use
+            continue
+        facts = {name: int(number) for name, number in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
+        if facts.get("simd_count"):  # 0: a processor
+            place = facts["location_id"]
+            bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 7
+            addresses.append(f"{facts.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}")
+    return addresses
 
 
 def _information(directory: Path) -> dict[str, str]:

@@ -193,7 +193,8 @@ def gpu_variables(place: ProcessPlace) -> dict[str, str]:
         return {}
     first = place.visible.partition(",")[0]
     egl = {"MUJOCO_EGL_DEVICE_ID": first} if first.isdigit() and "MUJOCO_EGL_DEVICE_ID" not in os.environ else {}
-    return {"CUDA_VISIBLE_DEVICES": place.visible, **egl}
+    hip = {"HIP_VISIBLE_DEVICES": place.visible} if "HIP_VISIBLE_DEVICES" in os.environ else {}
+    return {"CUDA_VISIBLE_DEVICES": place.visible, **hip, **egl}
 
 
 def held_out_pool(config: Config, log_dir: Path | None, places: Sequence[ProcessPlace] | None) -> EnvPool:

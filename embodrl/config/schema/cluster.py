@@ -67,7 +67,7 @@ class ClusterConfig(Section):
         default=None, description="address of a Ray cluster, or auto for the one on this machine; null starts one here"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="device of the policy; auto uses a GPU if there is one"
+        default="auto", description="device of the policy; auto uses a GPU if there is one; cuda is ROCm, too"
     )
     num_threads: PositiveInt | None = Field(
         default=None, description="torch threads of the policy; null uses all cores"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
@@ -47,6 +48,8 @@ def environment(place: ProcessPlace, world_size: int) -> dict[str, str]:
         variables["CUDA_VISIBLE_DEVICES"] = place.visible
     elif place.devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
+    if "HIP_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" in variables:  # which ROCm prefers
+        variables["HIP_VISIBLE_DEVICES"] = variables["CUDA_VISIBLE_DEVICES"]
     if place.cpus:
         variables["OMP_NUM_THREADS"] = str(len(place.cpus))
     return variables

@@ -1,9 +1,13 @@
 import os
+from pathlib import Path
 
 import pytest
 from sysfs_trees import GPU_BUSES, build_laptop, build_server, write
 
-from embodrl.deployment.topology import CpuSlot, assign_cpus, parse_cpu_list, read_topology
+from embodrl.deployment import topology as topology_module
+from embodrl.deployment.grammar import ProcessPlace
+from embodrl.deployment.topology import CpuSlot, assign_cpus, parse_cpu_list, read_machine, read_topology
+from embodrl.scheduler.launchers.host import environment
 
 
 @pytest.fixture
@@ -90,6 +94,41 @@ def test_control_groups_of_version_1(tmp_path):
     assert topology.nodes == {0: (1,)} and topology.cpu_quota == 0.5
     write(sysfs / "fs/cgroup/cpu/cpu.cfs_quota_us", "-1")
     assert read_topology(sysfs, range(2)).cpu_quota is None
+
+
+def add_amd_gpu(sysfs: Path, node: int, address: str, simd_count: int = 1216) -> None:
+    """An AMD GPU for computing, of the class of processing accelerators, as its driver lists it."""
+    bus, device = int(address[5:7], 16), int(address[8:10], 16)
+    properties = f"cpu_cores_count 0\nsimd_count {simd_count}\nlocation_id {bus << 8 | device << 3}\ndomain 0\n"
+    write(sysfs / f"class/kfd/kfd/topology/nodes/{node}/properties", properties)
+    for name, text in {
+        "class": "0x120000",
+        "vendor": "0x1002",
+        "numa_node": "1",
+        "mem_info_vram_total": "206141652992",
+        "product_name": "Instinct",
+    }.items():
+        write(sysfs / "bus/pci/devices" / address / name, text)
+
+
+def test_amds_gpus_are_numbered_as_its_driver_lists_them(tmp_path, monkeypatch):
+    sysfs = build_laptop(tmp_path)
+    write(sysfs / "class/kfd/kfd/topology/nodes/0/properties", "cpu_cores_count 2\nsimd_count 0\nlocation_id 0\n")
+    add_amd_gpu(sysfs, 1, "0000:c1:00.0")
+    add_amd_gpu(sysfs, 2, "0000:05:03.0")
+    add_amd_gpu(sysfs, 10, "0000:46:00.0")
+    gpus = read_topology(sysfs, range(2)).gpus
+    assert [gpu.pci_address for gpu in gpus] == ["0000:c1:00.0", "0000:05:03.0", "0000:46:00.0"]
+    assert {(gpu.name, gpu.memory_bytes, gpu.numa_node) for gpu in gpus} == {("Instinct", 206141652992, 1)}
+    monkeypatch.setattr(topology_module, "SYSFS", sysfs)
+    monkeypatch.setattr(topology_module, "PROC", tmp_path / "proc")
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    assert read_machine().gpus == ("0", "1", "2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,1")
+    assert read_machine().gpus == ("2", "1")
+    assert environment(ProcessPlace("actor", 0, 0, visible="1"), 1)["HIP_VISIBLE_DEVICES"] == "1"
 
 
 @pytest.mark.parametrize(
