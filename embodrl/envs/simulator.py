@@ -5,11 +5,14 @@ Shapes: B environments, A action dimensions, V cameras, H x W image, S state dim
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +24,7 @@ from embodrl.types import EnvSpec
 
 _CHECKED_SEED = 1
 _IMAGE_NOISE = 16  # of 255, between two renderings of one scene
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,36 @@ class SimStep:
     diverged: bool = False
 
 
+@functools.cache
+def _loop() -> asyncio.Runner:
+    """Return the event loop on which this process's simulators wait."""
+    return asyncio.Runner()
+
+
+def finished(results: Sequence[Result | Awaitable[Result]]) -> list[Result]:
+    """Return results of methods, and those of ``async def`` methods once all of them have ended.
+
+    Raises what the first of them raises, after the others have ended, too.
+    """
+    waiting = [result for result in results if inspect.isawaitable(result)]
+    if not waiting:
+        return cast(list[Result], list(results))
+
+    async def together() -> list[Result | BaseException]:
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    answers = _loop().run(together())
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    given = iter(cast(list[Result], answers))
+    return [next(given) if inspect.isawaitable(result) else result for result in results]
+
+
 class Simulator(ABC):
     """One environment of one task: the interface of a new simulator.
+
+    ``reset`` and ``step`` may be ``async def``: all environments of a process then wait together, on one event loop.
 
     Attributes:
         action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
@@ -61,11 +93,11 @@ class Simulator(ABC):
     is_seeded: bool = False
 
     @abstractmethod
-    def reset(self, seed: int) -> None:
+    def reset(self, seed: int) -> Awaitable[None] | None:
         """Start a new episode; everything that follows depends only on the seed and the actions."""
 
     @abstractmethod
-    def step(self, action: NDArray[np.float32]) -> SimStep:
+    def step(self, action: NDArray[np.float32]) -> SimStep | Awaitable[SimStep]:
         """Execute ``action float32[A]`` for one control step, without rendering."""
 
     @abstractmethod
@@ -158,16 +190,33 @@ class Replayed(Simulator):
         self._checksum = 0
         self._behind = False
 
-    def reset(self, seed: int) -> None:
-        self.simulator.reset(seed)
+    def reset(self, seed: int) -> Awaitable[None] | None:
+        result = self.simulator.reset(seed)
+        if inspect.isawaitable(result):
+            return self._reset_then(result, seed)
+        return self._was_reset(seed)
+
+    async def _reset_then(self, result: Awaitable[None], seed: int) -> None:
+        await result
+        self._was_reset(seed)
+
+    def _was_reset(self, seed: int) -> None:
         self._seed = seed
         self._actions = []
         self._behind = False
         self._checksum = zlib.crc32(self.simulator.signature())
 
-    def step(self, action: NDArray[np.float32]) -> SimStep:
+    def step(self, action: NDArray[np.float32]) -> SimStep | Awaitable[SimStep]:
         self._catch_up()
         result = self.simulator.step(action)
+        if inspect.isawaitable(result):
+            return self._step_then(result, action)
+        return self._stepped(result, action)
+
+    async def _step_then(self, result: Awaitable[SimStep], action: NDArray[np.float32]) -> SimStep:
+        return self._stepped(await result, action)
+
+    def _stepped(self, result: SimStep, action: NDArray[np.float32]) -> SimStep:
         self._actions.append(action.copy())
         self._checksum = zlib.crc32(np.float64(result.reward).tobytes() + self.simulator.signature(), self._checksum)
         return result
@@ -180,9 +229,9 @@ class Replayed(Simulator):
         expected = self._checksum
         seed = self._seed
         assert seed is not None
-        self.reset(seed)
+        finished([self.reset(seed)])
         for action in actions:
-            self.step(action)
+            finished([self.step(action)])
         if self._checksum != expected:
             raise EnvError(
                 f"'{self.instruction}': {len(actions)} actions from seed {seed} led to a different state: the"
@@ -232,7 +281,9 @@ class Replayed(Simulator):
 
 
 class SimulatorVectorEnv(SteppingEnv):
-    """B simulators, stepped one after the other. Subclasses implement ``make_simulator`` for each of ``tasks``.
+    """B simulators, stepped one after the other, or together where ``step`` is ``async def``.
+
+    Subclasses implement ``make_simulator`` for each of ``tasks``.
 
     Simulators are lent to the environments that run their task, and another one is built when none is free. Initially
     there is one for the first task, which determines the spec; with a single task there are B of it.
@@ -319,15 +370,15 @@ class SimulatorVectorEnv(SteppingEnv):
             self._sim(row)
 
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
-        for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
-            self._sim(row).reset(seed)
+        finished([self._sim(row).reset(seed) for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True)])
 
     def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
         num_envs = self.spec.num_envs
         reward = np.zeros(num_envs, np.float32)
         success, terminated, truncated, diverged = (np.zeros(num_envs, np.bool_) for _ in range(4))
-        for row in np.flatnonzero(running).tolist():
-            step: object = self._sim(row).step(actions[row])
+        stepping = np.flatnonzero(running).tolist()
+        steps: list[object] = finished([self._sim(row).step(actions[row]) for row in stepping])
+        for row, step in zip(stepping, steps, strict=True):
             if not isinstance(step, SimStep):
                 raise EnvError(
                     f"step() of {type(self._sim(row)).__name__} returned {type(step).__name__}, not a SimStep",
@@ -362,7 +413,7 @@ class SimulatorVectorEnv(SteppingEnv):
         if not sim.is_seeded:
             seen: list[tuple[NDArray[np.int16], NDArray[np.float32]]] = []
             for _ in range(2):
-                sim.reset(_CHECKED_SEED)
+                finished([sim.reset(_CHECKED_SEED)])
                 image = self._checked_images(0) if self._include_images else np.zeros(1)
                 seen.append((image.astype(np.int16), np.array(sim.proprioception())))
             (image, state), (other_image, other_state) = seen

@@ -99,6 +99,39 @@ def test_an_environment_from_outside_the_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_an_environment_that_waits_trains_as_one_that_does_not(tmp_path: Path) -> None:
+    (tmp_path / "waiting_world.py").write_text(
+        f"""
+import asyncio, sys
+sys.path.append({str(EXAMPLES / "new_env")!r})
+from line_world import *
+
+class Waiting(Line):
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return super().step(action)
+
+class WaitingWorld(LineWorld):
+    def make_simulator(self, task):
+        return Waiting(self._cameras, self._friction)
+
+register_env(
+    "waiting", WaitingWorld, "waits", tasks=("push-right",), action_dim=ACTION_DIM, settings=LineWorldConfig
+)
+"""
+    )
+    config = new_env_config(tmp_path, extensions=["waiting_world"])
+    losses = []
+    for kind in ("line_world", "waiting"):
+        run = tmp_path / kind
+        settings = (f"env.env_type={kind}", f"runner.output_dir={run}", "runner.max_iterations=2")
+        outcome = embodrl("train", "--config", config, *settings, search_path=tmp_path)
+        assert outcome.code == 0, outcome.stderr
+        losses.append([metrics(run)[-1][key] for key in ("train/policy_loss", "train/value_loss", "rollout/return")])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.long
 def test_an_environment_that_keeps_no_state_trains_with_a_warning_and_is_resumed(
     tmp_path: Path,
 ) -> None:

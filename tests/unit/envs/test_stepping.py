@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -47,15 +48,38 @@ class Script(Simulator):
         return np.array([self.seed % 100 + self.count], np.float32)
 
 
+class Waiting(Script):
+    """Does the same, but waits at every reset and step; counts those that wait together."""
+
+    now = most = 0
+
+    async def wait(self) -> None:
+        Waiting.now += 1
+        Waiting.most = max(Waiting.most, Waiting.now)
+        await asyncio.sleep(0)  # until all others have begun
+        Waiting.now -= 1
+
+    async def reset(self, seed: int) -> None:
+        await self.wait()
+        super().reset(seed)
+
+    async def step(self, action: np.ndarray) -> SimStep:
+        await self.wait()
+        if action[0] > 90:
+            raise ConnectionError("no answer")
+        return super().step(action)
+
+
 class Scripts(SimulatorVectorEnv):
     def __init__(self, tasks: tuple[str, ...] = ("a", "b"), replayed: bool = False, **options: Any) -> None:
         self.made: list[Script] = []
+        self.kind = options.pop("kind", Script)
         self.events = options.pop("events", {})
         self.replayed = replayed
         super().__init__(2, tasks, [CAMERA], EpisodeRules(**options), include_state=True)
 
     def make_simulator(self, task: str) -> Simulator:
-        self.made.append(Script(task, self.events))
+        self.made.append(self.kind(task, self.events))
         return Replayed(self.made[-1]) if self.replayed else self.made[-1]
 
 
@@ -315,3 +339,33 @@ def test_actions_of_other_bounds_are_refused(monkeypatch: pytest.MonkeyPatch, bo
     with raises_code("action-bounds", EnvError, "0", "-1", "1") as caught:
         Scripts()
     assert "map them to its own in step" in caught.value.hint
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_simulators_that_wait_wait_together_and_do_the_same(replayed: bool) -> None:
+    Waiting.most = 0
+    plain, waiting = (Scripts(replayed=replayed, kind=kind, success_bonus=2.0) for kind in (Script, Waiting))
+    for env in (plain, waiting):
+        begin(env)
+    assert Waiting.most == 2
+    Waiting.most = 0
+    for values in ((0.5, 1.0), (0.25, -0.5)):
+        expected, found = (env.chunk_step(chunk(*values), BOTH) for env in (plain, waiting))
+        assert np.array_equal(expected.reward, found.reward) and expected.reward.any()
+        assert np.array_equal(expected.observation.state, found.observation.state)
+    assert Waiting.most == 2 and Waiting.now == 0
+    if replayed:
+        restored = Scripts(replayed=True, kind=Waiting, success_bonus=2.0)
+        restored.set_state(waiting.get_state())
+        expected, found = (env.chunk_step(chunk(0.75), BOTH) for env in (plain, restored))
+        assert np.array_equal(expected.observation.state, found.observation.state)
+
+
+def test_what_a_waiting_simulator_raises_is_raised_once_all_have_ended() -> None:
+    env = Scripts(kind=Waiting)
+    begin(env)
+    actions = chunk(0.5)
+    actions[0] = 99
+    with pytest.raises(ConnectionError):
+        env.chunk_step(actions, BOTH)
+    assert Waiting.now == 0 and env.made[1].count == 1
