@@ -52,7 +52,8 @@ def test_shipped_weights_are_no_random_ones() -> None:
     ("content", "near"),
     [
         ('{"type": "pi05", "input_features": {}}', "pi05"),
-        ('{"model_type": "llama"}', ""),
+        ('{"model_type": "llama"}', "planner"),
+        ('{"model_type": "bert"}', ""),
         ('{"one": 1,\n"two": 2}', ""),
         ("not JSON", ""),
     ],
