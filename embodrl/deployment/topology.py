@@ -275,8 +275,8 @@ def _kfd_gpus(sysfs: Path) -> list[str]:
         facts = {name: int(number) for name, number in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
         if facts.get("simd_count"):  # 0: a processor
             place = facts["location_id"]
-            bus, device, function = place >> 8 & 0xFF, place >> 3 & 0x1F, place & 7
-            addresses.append(f"{facts.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}")
+            slot = f"{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+            addresses.append(f"{facts.get('domain', 0):04x}:{slot}")
     return addresses
 
 

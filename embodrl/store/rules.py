@@ -37,6 +37,7 @@ OF_EPISODES: tuple[tuple[str, object, str], ...] = (
     ("rollout.workflow", None, "has no rollouts of its own"),
     ("algorithm.group_size", 1, "compares no episodes"),
     ("reward.fn", None, "takes its rewards from the collectors"),
+    ("reward.judge.url", None, "takes its rewards from the collectors"),
     ("reward.model", None, "takes its rewards from the collectors"),
     ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
 )

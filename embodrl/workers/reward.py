@@ -31,6 +31,7 @@ from embodrl.user_code import exits_raise, raised_by_embodrl
 from embodrl.workers.episode import Episode
 from embodrl.workers.learned_reward import LearnedReward
 from embodrl.workers.recorders import Judging
+from embodrl.workers.rewards.judge import PictureJudge
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -109,6 +110,8 @@ class RewardWorker:
         elif config.reward.model is not None:
             self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)
             self.calls = RewardCalls(self.learned, self.settings)
+        elif config.reward.judge.url is not None:
+            self.calls = RewardCalls(PictureJudge(config.reward.judge), self.settings)
         # A unique start: numbers of an earlier process may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())
         self._begun: dict[int, _PendingCall] = {}
@@ -399,7 +402,7 @@ class RewardCalls:
     async def _call(self, episode: Episode) -> tuple[Tensor | RewardError, int]:
         settings = self.settings
         failed = 0
-        name = "reward.fn" if settings.model is None else "reward.model"
+        name = next(iter(settings.judges), "the reward function")
         problem = RewardError("")
         async with self._room:
             for attempt in range(settings.retries + 1):

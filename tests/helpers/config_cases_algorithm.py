@@ -254,6 +254,25 @@ ALGORITHMS = [
         names="no_such_module",
     ),
     Wrong("reward that is not a function", "reward.fn", "reward-function-exists", ("reward.fn='math:pi'",)),
+    Wrong("judge without a name", "reward.judge.model", "judge-can-be-asked", ("reward.judge.url=http://judge/v1",)),
+    Wrong(
+        "judge without a scheme",
+        "reward.judge.url",
+        "judge-can-be-asked",
+        ("reward.judge={url: 'judge:8000', model: seer}",),
+    ),
+    Wrong(
+        "judge with a user",
+        "reward.judge.url",
+        "judge-can-be-asked",
+        ("reward.judge={url: 'http://me@judge/v1', model: seer}",),
+    ),
+    Wrong(
+        "a function and a judge",
+        "reward.fn",
+        "one-reward",
+        ("reward.fn='math:fsum'", "reward.judge={url: 'http://judge/v1', model: seer}"),
+    ),
     Wrong("two rewards", "reward.fn", "one-reward", ("reward.fn='math:fsum'", "algorithm.srpo.enabled=true")),
     Wrong(
         "encoder without weights",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from embodrl.config.rules.base import Context, note, path_kind, rule
@@ -55,18 +56,35 @@ def reward_function_takes_an_episode(context: Context) -> Iterator[Finding]:
         yield Finding("reward.fn", message, "rename it to episode if this is the intended function")
 
 
-@rule("algorithm.srpo", "reward.fn", "reward.model")
+@rule("algorithm.srpo", "reward.fn", "reward.model", "reward.judge")
 def one_reward(context: Context) -> Iterator[Finding]:
-    """SRPO's rewards, a function's and a model's exclude each other."""
-    reward = context.config.reward
+    """SRPO's rewards, a function's, a model's and a judge's exclude each other."""
     srpo = context.config.algorithm.srpo.enabled
-    keys = [key for key, there in (("reward.fn", reward.fn), ("reward.model", reward.model)) if there is not None]
+    keys = context.config.reward.judges
     for key in keys if srpo else ():
         message = f"SRPO replaces all rewards, so {key} would have no effect"
         yield Finding(key, message, "remove one of them", "null", others=("algorithm.srpo.enabled",))
-    if len(keys) == 2:
-        message = "a function and a model can't both reward an episode"
-        yield Finding("reward.fn", message, "remove one of them", "null", others=("reward.model",))
+    if len(keys) > 1:
+        message = f"{' and '.join(keys)} can't all reward an episode"
+        yield Finding(keys[0], message, "keep one of them", "null", others=tuple(keys[1:]))
+
+
+@rule("reward.judge")
+def judge_can_be_asked(context: Context) -> Iterator[Finding]:
+    """The judge has an address without a password, and a name."""
+    judge = context.config.reward.judge
+    if judge.url is None:
+        return
+    key = "reward.judge.url"
+    if not judge.url.startswith(("http://", "https://")) or "@" in judge.url:
+        hint = "give the server's address; its token is read from EMBODRL_JUDGE_TOKEN"
+        yield Finding(key, "is no http:// or https:// address, or has a password in it", hint, "http://HOST:PORT/v1")
+    if not judge.model:
+        message, hint = "is missing: servers know their models by name", "see the server's /v1/models"
+        yield Finding("reward.judge.model", message, hint, "a name", others=(key,))
+    if find_spec("aiohttp") is None or find_spec("PIL") is None:
+        hint = "pip install 'embodrl[serve]'"
+        yield Finding(key, "the judge needs aiohttp and Pillow, which are not installed", hint, "null")
 
 
 @rule("reward.model", "env", "algorithm.loss_type", "rollout.workflow")
@@ -108,15 +126,16 @@ def _looks(context: Context, path: Path) -> Iterator[Finding]:
             yield Finding(f"env.include_{name}", message, "set it to true", "true", others=(key,))
 
 
-@rule("reward.fn", "algorithm.off_policy.demos", "algorithm.loss_type")
+@rule("reward.fn", "reward.judge", "algorithm.off_policy.demos", "algorithm.loss_type")
 def demonstrations_have_these_rewards(context: Context) -> Iterator[Finding]:
-    """Demonstrations have the environment's rewards, not a function's."""
+    """Demonstrations have the environment's rewards, not a function's or a judge's."""
     config = context.config
     reads_rewards = context.loss.off_policy and not context.loss.imitates
-    if config.reward.fn is not None and config.algorithm.off_policy.demos is not None and reads_rewards:
-        message = "demonstrations have the environment's rewards, not those of this function"
+    others = [key for key in config.reward.judges if key != "reward.model"]
+    if others and config.algorithm.off_policy.demos is not None and reads_rewards:
+        message = "demonstrations have the environment's rewards, not those of this setting"
         hint = "set it to null, train a reward model (reward.model also rewards demonstrations), or remove the demos"
-        yield Finding("reward.fn", message, hint, "null", others=("algorithm.off_policy.demos",))
+        yield Finding(others[0], message, hint, "null", others=("algorithm.off_policy.demos",))
 
 
 @rule("algorithm.srpo")

@@ -122,6 +122,7 @@ def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
         "runner.save_rollouts": (config.runner.save_rollouts, "saves what is saved already"),
         "reward.fn": (config.reward.fn is not None, "judges episodes while they are played"),
         "reward.model": (config.reward.model is not None, "judges episodes while they are played"),
+        "reward.judge.url": (config.reward.judge.url is not None, "judges episodes while they are played"),
     }
     for other, (given, what) in apart.items():
         if given:

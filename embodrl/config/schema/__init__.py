@@ -38,6 +38,7 @@ from embodrl.config.schema.optional import present_in, section_in, sections_of, 
 from embodrl.config.schema.real_time import DEVICES
 from embodrl.config.schema.run import (
     CollectConfig,
+    JudgeConfig,
     LoggerConfig,
     PipelineConfig,
     RecipeConfig,
@@ -83,6 +84,7 @@ __all__ = [
     "GrootKeysConfig",
     "GroupRanks",
     "HardwareConfig",
+    "JudgeConfig",
     "KlConfig",
     "LoggerConfig",
     "LoraConfig",

@@ -50,8 +50,8 @@ class Config(Section):
     algorithm: Annotated[SerializeAsAny[AlgorithmConfig], RL] = Field(
         default=AlgorithmConfig(), description="advantages, losses, sampling"
     )
-    reward: Annotated[RewardConfig, AppliesIf("reward.judged", reason="reward.fn and reward.model are null"), RL] = (
-        Field(default=RewardConfig(), description="a custom reward function")
+    reward: Annotated[RewardConfig, AppliesIf("reward.judged", reason="nothing judges episodes"), RL] = Field(
+        default=RewardConfig(), description="a custom reward function"
     )
     pipeline: Annotated[PipelineConfig, RL] = Field(
         default=PipelineConfig(), description="the graph that an iteration walks"

@@ -25,8 +25,22 @@ from embodrl.config.schema.section import (
 )
 
 
+class JudgeConfig(Section):
+    """A model that sees pictures, behind a server with OpenAI's chat completions. Its token: EMBODRL_JUDGE_TOKEN."""
+
+    url: str | None = Field(default=None, description="http(s)://HOST:PORT/v1, where pictures go; null for none")
+    model: Annotated[str, AppliesIf("reward.judge.url")] = Field(default="", description="its name at the server")
+    question: Annotated[str, AppliesIf("reward.judge.url")] = Field(
+        default="The pictures show a robot in order. Its task: {instruction}. Is the task done? Answer yes or no.",
+        description="asked with the pictures; the answer is yes, no, or a number from 0 to 1",
+    )
+    num_frames: Annotated[PositiveInt, AppliesIf("reward.judge.url")] = Field(
+        default=4, description="pictures of the first camera, evenly spaced from first to last"
+    )
+
+
 class RewardConfig(Section):
-    """Rewards from a user's function, or from a trained reward model."""
+    """Rewards from a user's function, a trained reward model, or a judge."""
 
     fn: str | None = Field(
         default=None, description="module:function, sync or async, that maps an episode to its reward; null for none"
@@ -34,6 +48,7 @@ class RewardConfig(Section):
     model: PathText | None = Field(
         default=None, description="directory of `embodrl reward train`, whose model rewards episodes; null for none"
     )
+    judge: JudgeConfig = JudgeConfig()
     timeout_s: PositiveFloat = Field(default=15.0, description="time limit for a call, in seconds")
     retries: NonNegativeInt = Field(default=2, description="further attempts after a call that failed or timed out")
     max_concurrency: PositiveInt = Field(default=16, description="concurrent calls")
@@ -44,7 +59,13 @@ class RewardConfig(Section):
     @property
     def judged(self) -> bool:
         """Whether a function or a model judges each episode."""
-        return self.fn is not None or self.model is not None
+        return bool(self.judges)
+
+    @property
+    def judges(self) -> list[str]:
+        """Keys of what judges each episode: one at most in a valid configuration."""
+        given = {"reward.fn": self.fn, "reward.model": self.model, "reward.judge.url": self.judge.url}
+        return [key for key, value in given.items() if value is not None]
 
 
 class PipelineConfig(Section):

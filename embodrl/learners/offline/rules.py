@@ -24,6 +24,7 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("algorithm.filter.enabled", False, "has no groups to drop"),
     ("algorithm.srpo.enabled", False, "takes its rewards from the data"),
     ("reward.fn", None, "takes its rewards from the data"),
+    ("reward.judge.url", None, "takes its rewards from the data"),
     ("algorithm.decoupled.enabled", False, "has no ratios"),
     ("algorithm.recompute_logprobs", "auto", "has no ratios"),
 )

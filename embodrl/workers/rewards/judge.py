@@ -1,0 +1,87 @@
+"""Rewards by a model that sees pictures, behind a server with OpenAI's chat completions (vLLM, SGLang, a provider).
+
+Shapes: t chunks, H x W image.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+from typing import Any
+
+from torch import Tensor
+
+from embodrl.algorithms.srpo import sample_frames
+from embodrl.config.schema import JudgeConfig
+from embodrl.errors import RewardError
+from embodrl.serving.wire.codec import need
+from embodrl.workers.episode import Episode
+
+TOKEN_VARIABLE = "EMBODRL_JUDGE_TOKEN"
+MAX_ANSWER = 1 << 20
+"""Bytes of a response that are read."""
+SHOWN = 200
+_HINT = "ask for yes, no or a number from 0 to 1 in reward.judge.question"
+
+
+class PictureJudge:
+    """Asks a model about pictures of an episode; callable as a reward function.
+
+    The answer's first word is the reward: yes is 1, no is 0, a number from 0 to 1 itself.
+
+    Raises:
+        MissingDependencyError: the extra ``serve`` is not installed.
+    """
+
+    def __init__(self, settings: JudgeConfig) -> None:
+        self.settings = settings
+        self._aiohttp = need("aiohttp")
+        self._image = need("PIL.Image")
+        token = os.environ.get(TOKEN_VARIABLE)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def __call__(self, episode: Episode) -> float:
+        """Return the model's reward; raises RewardError for an answer that has none."""
+        url = f"{str(self.settings.url).rstrip('/')}/chat/completions"
+        async with (
+            self._aiohttp.ClientSession(headers=self._headers) as session,
+            session.post(url, json=self.request(episode), allow_redirects=False) as response,
+        ):
+            content = await response.content.read(MAX_ANSWER)
+        if response.status != 200:
+            message = f"{url} answered {response.status}: {content[:SHOWN].decode(errors='replace')}"
+            raise RewardError(message, f"check reward.judge, and the token in {TOKEN_VARIABLE}")
+        return read_answer(content)
+
+    def request(self, episode: Episode) -> dict[str, Any]:
+        """Return the body of the request: ``num_frames`` pictures of the first camera, in order, and the question."""
+        asked = self.settings.question.replace("{instruction}", episode.instruction or episode.task)
+        pictures = [
+            {"type": "image_url", "image_url": {"url": self._png(frame)}}
+            for frame in sample_frames(episode.frames, self.settings.num_frames)
+        ]
+        message = {"role": "user", "content": [*pictures, {"type": "text", "text": asked}]}
+        return {"model": self.settings.model, "messages": [message], "temperature": 0, "max_tokens": 16}
+
+    def _png(self, frame: Tensor) -> str:
+        """Return ``uint8[H,W,3]`` as a data URL."""
+        written = io.BytesIO()
+        self._image.fromarray(frame.numpy()).save(written, "PNG")
+        return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+def read_answer(content: bytes) -> float:
+    """Return the reward that a chat completion says; raises RewardError without one."""
+    try:
+        text = json.loads(content)["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise RewardError(f"no chat completion: {content[:SHOWN].decode(errors='replace')}", _HINT) from error
+    found = re.match(r"[^\w-]*(yes|no|[01](?:\.\d+)?)\b", text, re.IGNORECASE) if isinstance(text, str) else None
+    word = found[1].lower() if found else ""
+    reward = {"yes": 1.0, "no": 0.0}.get(word, float(word) if word[:1].isdigit() else -1.0)
+    if not 0 <= reward <= 1:
+        raise RewardError(f"the answer is {str(text)[:SHOWN]!r}", _HINT)
+    return reward
