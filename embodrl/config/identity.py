@@ -24,7 +24,7 @@ FREE = (
     r"env\.(eval|video)\..*",
     r"env\.real_time\.(control_dir|wait_for_person)",
     r"reward\.(timeout_s|retries|max_concurrency)",
-    r"rollout\.(max_restarts|enable_offload|own_process|weight_sync|publish_weights|episode_timeout_s)",
+    r"rollout\.(max_restarts|enable_offload|own_process|weight_sync|weight_patches|publish_weights|episode_timeout_s)",
     r"rollout\.remote(\..*)?",
     r"runner\.(?!seed$).*",
 )

@@ -172,6 +172,7 @@ class RolloutLearner(Learner):
             "iteration": iteration + 1,
             "env_steps": self.env_steps,
             **metrics,
+            **self.parts.rollouts.sync_metrics(),
             "env/restarts": faults.restarts,
             "env/quarantined": faults.quarantined,
             "rollout/restarts": faults.rollout_restarts,

@@ -237,14 +237,15 @@ def acts_in_processes(
     policy = make_policy(session, device)
     pipes = channels_of(channels, "weights")
     sends = sends_weights(config, deployment)
+    patches = config.rollout.weight_patches
     engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, pipes if sends else None)
     closing.callback(engine.close)
     if isinstance(engine, RemoteTrainEngine) and sends:
-        sender: Sender = RemoteSender(cast("WorkerGroup", engine.group), pipes, trained_names(policy))
+        sender: Sender = RemoteSender(cast("WorkerGroup", engine.group), pipes, trained_names(policy), patches)
         where = "training process of rank 0"
         sent_from = resolve_device(config)
     else:
-        sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
+        sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address, patches=patches)
         where = "driver"
         sent_from = policy.device
     group = launch_rollouts(session.weights_from, deployment, launcher, channels, log_dir, closing)

@@ -417,6 +417,9 @@ class RemoteBackend(RemoteProcesses, RolloutBackend):
     def onload(self) -> None:
         self.call_all("onload")
 
+    def sync_metrics(self) -> dict[str, float]:
+        return self.link.metrics()
+
     def evaluate(self, video_dir: Path | None, every_decoding: bool) -> EvalResult:
         with self.collector.paused():
             played = self.play_shares("evaluate", video_dir, every_decoding)

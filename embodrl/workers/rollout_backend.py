@@ -59,6 +59,10 @@ class RolloutBackend(ABC):
     def onload(self) -> None:
         """Bring back policies and simulators."""
 
+    def sync_metrics(self) -> dict[str, float]:
+        """Return metrics of the last weight sync to other processes, if they are of interest."""
+        return {}
+
     def restored(self, engine: TrainEngine) -> None:  # noqa: B027 - only what publishes weights needs these
         """The engine's state comes from a checkpoint."""
 

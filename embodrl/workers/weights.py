@@ -40,6 +40,7 @@ from embodrl.hybrid_engines.process_groups import cause_of
 from embodrl.hybrid_engines.weight_sync.base import (
     Check,
     GatherOnly,
+    Received,
     WeightReceiver,
     WeightSender,
     WeightTarget,
@@ -148,7 +149,8 @@ def make_receiver(target: WeightTarget, route: Route, pipe: Channel, rank: int, 
 class ReceiverThread:
     """The thread of a rollout process that accepts weights and acknowledges them to the driver.
 
-    ``answers`` carries generation, version (-1 if rejected) and problem; the driver ignores earlier generations.
+    ``answers`` carries generation, version (-1 if rejected), problem and the fields of ``Received``; the driver
+    ignores earlier generations.
     """
 
     def __init__(self, receiver: WeightReceiver, answers: Channel, generation: int) -> None:
@@ -173,11 +175,12 @@ class ReceiverThread:
                 return
             else:
                 if report is not None:
-                    self._answer(report.version, "")
+                    self._answer(report.version, "", report.received)
 
-    def _answer(self, version: int, problem: str) -> None:
+    def _answer(self, version: int, problem: str, received: Received | None = None) -> None:
+        answer: dict[str, object] = {"generation": self._generation, "version": version, "problem": problem}
         try:
-            self._answers.put({"generation": self._generation, "version": version, "problem": problem}, _POLL_S)
+            self._answers.put(answer | vars(received or Received()), _POLL_S)
         except (ChannelTimeout, ChannelClosed):
             logger.warning("the driver does not read weight-update acknowledgements")
 
@@ -198,15 +201,22 @@ class LocalSender:
         trained: names to send after the first sync (``trained_names``).
         address: returns a new ``tcp://HOST:PORT`` of this machine.
         gathers_only: this rank of a sharded trainer takes part in gathering and sends nothing.
+        patches: send only changed values; not by disk.
     """
 
     def __init__(
-        self, pipes: Sequence[Channel], trained: Collection[str], address: Callable[[], str], gathers_only: bool = False
+        self,
+        pipes: Sequence[Channel],
+        trained: Collection[str],
+        address: Callable[[], str],
+        gathers_only: bool = False,
+        patches: bool = False,
     ) -> None:
         self.pipes = pipes
         self.trained = trained
         self.address = address
         self.gathers_only = gathers_only
+        self.patches = patches
         self.sender: WeightSender | None = None
 
     def open(self, route: Route, check: Check = no_check) -> None:
@@ -215,9 +225,10 @@ class LocalSender:
         if self.gathers_only:
             self.sender = GatherOnly(self.trained)
         elif route["kind"] == "memory":
-            self.sender = MemorySender(self.pipes, self.trained)
+            self.sender = MemorySender(self.pipes, self.trained, patches=self.patches)
         elif route["kind"] == "collective":
-            self.sender = CollectiveSender(_sync_group(route, SENDER, check), self.trained)
+            group = _sync_group(route, SENDER, check)
+            self.sender = CollectiveSender(group, self.trained, patches=self.patches)
         else:
             self.sender = DiskSender(Path(route["where"]), self.trained)
             if self.sender.version is not None:  # the gathering ranks would disagree on the contents of the next sync
@@ -250,12 +261,14 @@ class SendingWorker(Worker):
         """Yield whole tensors of the policy, of the wanted names or all: a collective call."""
 
     @dispatch("one_to_all")
-    def make_sender(self, pipes: list[str], trained: list[str]) -> None:
+    def make_sender(self, pipes: list[str], trained: list[str], patches: bool) -> None:
         """Prepare to send through the channels of these names; see LocalSender."""
         # The address where the training processes connect is known to be reachable; a file exists on one machine only.
         host = urlsplit(self.context.rendezvous).hostname or "127.0.0.1"
         channels = [self.channel(name) for name in pipes]
-        self.sending = LocalSender(channels, trained, lambda: f"tcp://{host}:{free_port()}", gathers_only=self.rank > 0)
+        self.sending = LocalSender(
+            channels, trained, lambda: f"tcp://{host}:{free_port()}", gathers_only=self.rank > 0, patches=patches
+        )
 
     @dispatch("rank_zero")
     def sender_address(self) -> str:
@@ -292,17 +305,20 @@ class RemoteSender:
     Args:
         group: group of ``SendingWorker``, launched with the pipes.
         pipes: channels by name, one per rollout process, in rank order.
-        trained: names to send after the first sync (``trained_names``).
+        trained, patches: see LocalSender.
 
     Raises:
         WorkerError: from all methods: a training process failed or died, and the group with it. Never ``WorkerDied``,
             which stands for a rollout process here and would restart it.
     """
 
-    def __init__(self, group: WorkerGroup, pipes: Mapping[str, Channel], trained: Collection[str]) -> None:
+    def __init__(
+        self, group: WorkerGroup, pipes: Mapping[str, Channel], trained: Collection[str], patches: bool = False
+    ) -> None:
         self.group = group
         self.pipes = list(pipes.values())
-        self._call("make_sender", list(pipes), sorted(trained))
+        self.patches = patches
+        self._call("make_sender", list(pipes), sorted(trained), patches)
 
     def address(self) -> str:
         return self._call("sender_address")
@@ -383,6 +399,8 @@ class WeightChannel:
         self.device = device
         self.timeout_s = timeout_s
         self.generation = 0
+        self._received = Received()
+        self._num_whole = 0
 
     def options(self) -> Route:
         """Begin a new generation; return the receivers' connection data. Call ``open`` next."""
@@ -410,6 +428,7 @@ class WeightChannel:
         check()
         self.sender.send(weights, version, check)
         deadline = time.monotonic() + self.timeout_s
+        received = Received()
         for rank, channel in enumerate(self.answers):
             hint = f"see logs/rollout_{rank}.log of the run (with Ray, `ray logs`)"
             while (answer := self._answer(channel)) is None:
@@ -420,6 +439,25 @@ class WeightChannel:
             if answer.integer("version", low=-1) != version:
                 message = f"refused weights of version {version}: {answer.text('problem')}"
                 raise WeightSyncError(f"rollout process {rank} {message}", hint)
+            received = Received(*(answer.integer(name, 0) for name in ("num_bytes", "num_values", "num_changed")))
+        self._received = received
+        self._num_whole += not received.num_values
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the last sync to one process, and of all syncs so far; empty without patches.
+
+        ``weight_sync/mib`` was sent, ``weight_sync/changed`` is the share of values with other bits (1 without a
+        previous version), ``weight_sync/whole`` counts the syncs that carried everything.
+        """
+        if not self.sender.patches:
+            return {}
+        last = self._received
+        share = last.num_changed / last.num_values if last.num_values else 1.0
+        return {
+            "weight_sync/mib": last.num_bytes / 2**20,
+            "weight_sync/changed": share,
+            "weight_sync/whole": float(self._num_whole),
+        }
 
     def _answer(self, channel: Channel) -> Fields | None:
         try:

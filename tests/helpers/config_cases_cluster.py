@@ -118,6 +118,18 @@ CLUSTER = [
         ("rollout.weight_sync=disk",),
     ),
     Wrong(
+        "patches without a receiver",
+        "rollout.weight_patches",
+        "patches-have-a-receiver",
+        ("rollout.weight_patches=true",),
+    ),
+    Wrong(
+        "patches on disk",
+        "rollout.weight_patches",
+        "patches-have-a-receiver",
+        ("rollout.weight_patches=true", "rollout.weight_sync=disk", "rollout.own_process=true"),
+    ),
+    Wrong(
         "weights in the memory of another machine",
         "rollout.weight_sync",
         "weights-get-there",

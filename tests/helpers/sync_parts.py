@@ -124,7 +124,13 @@ class Trainer(Worker):
 
     @dispatch()
     def connect(
-        self, kind: str, meeting: str, trained: tuple[str, ...] | None, bucket_bytes: int, verify: bool
+        self,
+        kind: str,
+        meeting: str,
+        trained: tuple[str, ...] | None,
+        bucket_bytes: int,
+        verify: bool,
+        patches: bool = False,
     ) -> None:
         self.counter = PeakCounter()
         settings: dict[str, Any] = {"trained": trained, "bucket_bytes": bucket_bytes}
@@ -132,19 +138,24 @@ class Trainer(Worker):
             self.sender = GatherOnly(**settings)
         elif kind == "memory":
             pipes = [self.channel(f"weights_{rank}") for rank in range(self.receivers)]
-            self.sender = MemorySender(pipes, verify=verify, stall_timeout_s=60, **settings)
+            self.sender = MemorySender(pipes, verify=verify, stall_timeout_s=60, patches=patches, **settings)
         elif kind == "collective":
             group = SyncGroup(meeting, 0, 1 + self.receivers, timeout_s=60)
-            self.sender = CollectiveSender(group, verify=verify, **settings)
+            self.sender = CollectiveSender(group, verify=verify, patches=patches, **settings)
         else:
             self.sender = DiskSender(Path(meeting), **settings)
 
     @dispatch()
     def send(
-        self, version: int, full: bool = False, fail_at: int | None = None, kill_at: int | None = None
+        self,
+        version: int,
+        full: bool = False,
+        fail_at: int | None = None,
+        kill_at: int | None = None,
+        values_of: int | None = None,
     ) -> dict[str, Any]:
-        """Train to a version, and send it."""
-        self._become(version)
+        """Train to a version, and send it; its weights are those of the version ``values_of`` if that is given."""
+        self._become(version if values_of is None else values_of)
         real = base.gathered
         base.gathered = lambda tensor: self.counter.watch(real(tensor))
         try:
@@ -209,7 +220,9 @@ class Actor(Worker):
             report = self.receiver.receive(timeout_s)
         except EmbodrlError as error:
             return {"error": type(error).__name__, "message": error.message}
-        return None if report is None else vars(report)
+        if report is None:
+            return None
+        return vars(report) | {"received": None if report.received is None else vars(report.received)}
 
     @dispatch()
     def state(self) -> tuple[int, dict[str, int]]:

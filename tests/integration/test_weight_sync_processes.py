@@ -27,12 +27,12 @@ class Pair:
         self.actor = WorkerGroup(Actor, "actor", receivers=actors)
         self.actor.launch(actors, self.launcher, channels, timeout_s=START_S)
 
-    def connect(self, tmp_path, kind, trained=None, bucket_bytes=2048, other_model=-1):
+    def connect(self, tmp_path, kind, trained=None, bucket_bytes=2048, other_model=-1, patches=False):
         self.kind = kind
         meeting = str(tmp_path / "weights") if kind == "disk" else f"file://{tmp_path}/meeting"
         wait_all(
             [
-                self.trainer.connect(kind, meeting, trained, bucket_bytes, True),
+                self.trainer.connect(kind, meeting, trained, bucket_bytes, True, patches),
                 self.actor.connect(kind, meeting, other_model),
             ],
             CALL_S,
@@ -106,6 +106,19 @@ def test_only_what_trains_travels_after_the_first_sync(tmp_path, pair, kind):
     assert pair.states() == [(1, Net().become(0).become(1, ADAPTERS).sums())] * pair.actors
     assert pair.sync(2, full=True)[0]["full"]
     assert pair.states() == [(2, Net().become(2).sums())] * pair.actors
+
+
+@pytest.mark.parametrize("kind", ["memory", "collective"])
+def test_patches_of_weights_arrive_whole(tmp_path, pair, kind):
+    """The third version has the values of the second one, and the last one other values."""
+    pair.connect(tmp_path, kind, patches=True)
+    sizes = []
+    for version, values_of in ((0, 0), (1, 1), (2, 1), (3, 3)):
+        _, received = pair.sync(version, values_of=values_of)
+        assert [(r["num_bytes"], r["num_tensors"]) for r in received] == [(total(), NUM_TENSORS)] * pair.actors
+        assert pair.states() == [(version, Net().become(values_of).sums())] * pair.actors
+        sizes.append({r["received"]["num_bytes"] for r in received})
+    assert sizes[0] == {total()} and sizes[2] == {0} and max(sizes[1] | sizes[3]) <= total()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ from embodrl.deployment.solver import driver_cannot_act
 from embodrl.rule_set import Finding
 
 SYNC = "rollout.weight_sync"
+PATCHES = "rollout.weight_patches"
 
 
 @rule("rollout.own_process", KEY, "cluster", "env.num_processes", "actor.training_backend", "rollout.backend")
@@ -89,6 +90,30 @@ def weights_get_there(context: Context) -> Iterator[Finding]:
     elif kind != "shared" and not own:
         message = f"is '{kind}', and rollouts run in the main process, so there are no weights to synchronise"
         yield Finding(SYNC, message, "leave it at auto, or set rollout.own_process=true", "auto, shared")
+
+
+@rule(
+    PATCHES,
+    SYNC,
+    KEY,
+    "cluster",
+    "rollout.own_process",
+    "env.num_processes",
+    "actor.training_backend",
+    "rollout.backend",
+)
+def patches_have_a_receiver(context: Context) -> Iterator[Finding]:
+    """Receivers of patches follow every version, which readers of a directory need not."""
+    if not context.config.rollout.weight_patches or context.deployment is None:
+        return
+    if not context.deployment.rolls_out_in_processes:
+        message = "is true, and rollouts run in the main process, so there are no weights to send"
+        yield Finding(PATCHES, message, "leave it out, or set rollout.own_process=true", "false")
+    elif context.config.rollout.weight_sync == "disk":
+        message = "is true, but a version on disk must not depend on all earlier ones"
+        yield Finding(
+            PATCHES, message, "set rollout.weight_sync to auto, memory or collective", "false", others=(SYNC,)
+        )
 
 
 @note(KEY, "cluster")

@@ -167,6 +167,10 @@ class RolloutConfig(Section):
         description="how rollout processes receive new weights; auto: memory on one machine, else collective; shared:"
         " no rollout processes",
     )
+    weight_patches: Annotated[bool, RL] = Field(
+        default=False,
+        description="send rollout processes only the values that have changed since the last version, bit by bit",
+    )
     max_restarts: Annotated[
         int,
         AppliesIf("deployment.acts_in_processes", reason="the main process acts"),

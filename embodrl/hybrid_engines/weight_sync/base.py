@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol, Self
 
@@ -35,6 +35,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     layout_problems,
     num_bytes,
 )
+from embodrl.hybrid_engines.weight_sync.patches import ReceivedCopies, SentCopies
 
 HINT = "the previous version stays in use; the next sync brings newer weights"
 Check = Callable[[], None]
@@ -76,7 +77,10 @@ class Message(Header):
         num_tensors: number of all tensors, at the end.
         problem: reason why the sender stopped, or why a bucket is unreadable.
         checksums: checksums of a bucket's tensors by name; empty if not checked.
-        tensors: tensors of a bucket, by name.
+        tensors: tensors of a bucket, by name; see ``patches``.
+        previous: version that patches change; -1 without patches.
+        patches: tensors that later patches may change, with the number of values that this one changes, see
+            ``weight_sync/patches.py``; their checksums are those of the whole tensors.
     """
 
     sync: str
@@ -85,12 +89,15 @@ class Message(Header):
     problem: str = ""
     checksums: Mapping[str, int] = field(default_factory=dict[str, int])
     tensors: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    previous: int = -1
+    patches: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @classmethod
     def read(cls, fields: Fields) -> Self:
         """Parse a delivered message; raises an error of ``fields`` if it is malformed."""
         checksums = fields.fields("checksums", {})
         tensors = fields.fields("tensors", {}).content
+        patches = fields.fields("patches", {})
         return cls(
             fields.integer("version"),
             fields.integer("base"),
@@ -100,17 +107,43 @@ class Message(Header):
             fields.text("problem"),
             {name: checksums.integer(name) for name in checksums},
             {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)},
+            fields.integer("previous", -1, low=-1),
+            {name: patches.integer(name, low=-1) for name in patches},
         )
+
+
+@dataclass
+class Received:
+    """What a receiver was sent, in contrast to the tensors that it has afterwards.
+
+    Attributes:
+        num_bytes: bytes of tensors and patches.
+        num_values: values of the tensors that were compared with the previous version.
+        num_changed: those with other bits.
+    """
+
+    num_bytes: int = 0
+    num_values: int = 0
+    num_changed: int = 0
+
+    def count(self, message: Message, whole: Mapping[str, Tensor]) -> None:
+        """Add a bucket, given its whole tensors."""
+        self.num_bytes += sum(map(num_bytes, message.tensors.values()))
+        for name, changed in message.patches.items():
+            if changed >= 0:
+                self.num_values += whole[name].numel()
+                self.num_changed += changed
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """Tensors moved by a sync: all if it was full, else the trained ones."""
+    """Tensors moved by a sync: all if it was full, else the trained ones. ``received`` only from receivers."""
 
     version: int
     full: bool
     num_tensors: int
     num_bytes: int
+    received: Received | None = None
 
 
 # -- sending -----------------------------------------------------------------------------------------------------------
@@ -170,7 +203,7 @@ class WeightSender(ABC):
             except Exception as further:  # noqa: BLE001 - must not replace the original error
                 error.add_note(f"gathering the remaining weights failed, too: {type(further).__name__}: {further}")
             raise
-        return SyncReport(version, full, *moved)
+        return SyncReport(version, full, moved[0], moved[1])
 
     def _stream(self, weights: Iterable[Named], full: bool, moved: list[int]) -> Iterator[Named]:
         """Yield whole tensors, and count them and their bytes in ``moved``."""
@@ -204,27 +237,79 @@ class GatherOnly(WeightSender):
 
 
 class StreamSender(WeightSender):
-    """Sends a sync as messages. With ``verify`` they carry checksums; on a GPU this costs a copy to the host."""
+    """Sends a sync as messages. With ``verify`` they carry checksums; on a GPU this costs a copy to the host.
 
-    def __init__(self, trained: Collection[str] | None, bucket_bytes: int, verify: bool) -> None:
+    With ``patches``, only changed values of what the receivers already have; this costs the same, and a copy of what
+    is sent more than once. The first sync, one with ``full=True`` and the first after a failed one carry everything.
+    """
+
+    def __init__(self, trained: Collection[str] | None, bucket_bytes: int, verify: bool, patches: bool) -> None:
         super().__init__(trained, bucket_bytes)
         self.verify = verify
+        self._copies = SentCopies(self.trained) if patches else None
+
+    def send(self, weights: Iterable[Named], version: int, full: bool = False, check: Check = no_check) -> SyncReport:
+        if full and self._copies is not None:
+            self._copies.forget()
+        return super().send(weights, version, full, check)
 
     def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
+        copies = self._copies
+        if copies is None:
+            self._send_messages(Message(header.version, header.base, "begin"), stream, check)
+            return
+        try:
+            begin = Message(header.version, header.base, "begin", previous=copies.begin())
+            self._send_messages(begin, stream, check)
+        except Exception:  # raised again: it is unknown which version the receivers have
+            copies.forget()
+            raise
+        copies.version = header.version
+
+    def _send_messages(self, begin: Message, stream: Iterator[Named], check: Check) -> None:
         num_buckets = num_tensors = 0
         failure: Exception | None = None
+        sums: dict[str, int] = {}
+        changed: dict[str, int] = {}
         try:
-            self._put(Message(header.version, header.base, "begin"), check)
-            for bucket in buckets(stream, self.bucket_bytes):
+            self._put(begin, check)
+            for bucket in buckets(self._prepared(stream, sums, changed), self.bucket_bytes):
                 num_tensors += len(bucket)
-                sums = {name: checksum(tensor) for name, tensor in bucket} if self.verify else {}
-                # Not kept in a variable: that would keep the tensors alive while the next bucket is gathered.
-                self._put(Message(header.version, header.base, "bucket", num_buckets, 0, "", sums, dict(bucket)), check)
+                # Without the tensor that did not fit. And the tensors are not kept in a variable: that would keep them
+                # alive while the next bucket is gathered.
+                mine = [{name: of.pop(name) for name, _ in bucket if name in of} for of in (sums, changed)]
+                self._put(
+                    replace(
+                        begin,
+                        sync="bucket",
+                        index=num_buckets,
+                        checksums=mine[0],
+                        tensors=dict(bucket),
+                        patches=mine[1],
+                    ),
+                    check,
+                )
                 num_buckets += 1
         except Exception as error:  # noqa: BLE001 - raised by _finish, after the receivers know
             failure = error
         problem = "" if failure is None else f"the sender failed with: {failure}"
-        self._finish(Message(header.version, header.base, "end", num_buckets, num_tensors, problem), failure, check)
+        end = replace(begin, sync="end", index=num_buckets, num_tensors=num_tensors, problem=problem)
+        self._finish(end, failure, check)
+
+    def _prepared(self, stream: Iterator[Named], sums: dict[str, int], changed: dict[str, int]) -> Iterator[Named]:
+        """Yield tensors as they are sent; add checksums of the whole ones, and numbers of changed values."""
+        for name, tensor in stream:
+            patch = None if self._copies is None else self._copies.patch(name, tensor)
+            if patch is None:
+                if self.verify:
+                    sums[name] = checksum(tensor)
+                yield name, tensor
+            else:
+                sums[name] = patch.crc32
+                changed[name] = patch.changed
+                yield name, patch.data
+            # The loop variables would keep a tensor alive while the next one is gathered.
+            del tensor, patch
 
     @abstractmethod
     def _put(self, message: Message, check: Check) -> None:
@@ -292,28 +377,39 @@ class WeightReceiver(ABC):
                 "use the same model settings for trainer and rollout",
             )
 
-    def _accept(self, header: Header, tensors: Mapping[str, Tensor]) -> SyncReport:
+    def _accept(self, header: Header, tensors: Mapping[str, Tensor], received: Received | None = None) -> SyncReport:
         # The version is recorded after the target has the weights: an error there keeps the previous version.
         self.target.update_weights(tensors.items(), header.version)
         self.version = header.version
         self.base = header.base
-        return SyncReport(header.version, header.full, len(tensors), sum(map(num_bytes, tensors.values())))
+        size = sum(map(num_bytes, tensors.values()))
+        return SyncReport(header.version, header.full, len(tensors), size, received)
 
 
 class StreamReceiver(WeightReceiver):
     """Receives a sync as messages; a transport defines how."""
+
+    def __init__(self, target: WeightTarget, layout: Layout | None = None) -> None:
+        super().__init__(target, layout)
+        self._copies = ReceivedCopies()
 
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
         begin = self._begin(timeout_s)
         if begin is None:
             return None
         tensors = dict[str, Tensor]()
+        kept: list[str] = []
+        received = Received()
         messages = self._messages(begin)
         failure = None
         try:
             self._check_version(begin)
+            self._copies.check(begin.version, begin.previous)
             for index, message in enumerate(messages):
-                tensors |= _checked(message, index, len(tensors))
+                bucket = _checked(message, index, len(tensors), self._copies)
+                received.count(message, bucket)
+                kept += message.patches
+                tensors |= bucket
             self._check_layout(begin.version, layout_of(tensors), begin.full)
         except WeightSyncError as error:
             # The group has lost a process, and nothing more can be read.
@@ -328,7 +424,9 @@ class StreamReceiver(WeightReceiver):
             raise failure
         if not agreed:
             raise IncompleteSyncError(f"another receiver refused the weights of version {begin.version}", HINT)
-        return self._accept(begin, tensors)
+        report = self._accept(begin, tensors, received)
+        self._copies.keep(begin.version, tensors, kept)
+        return report
 
     def _messages(self, begin: Message) -> Iterator[Message]:
         for num_buckets in count():
@@ -350,8 +448,8 @@ class StreamReceiver(WeightReceiver):
         return agree
 
 
-def _checked(message: Message, num_buckets: int, num_tensors: int) -> Mapping[str, Tensor]:
-    """Return the tensors of a message if it is intact and the expected one after these buckets and tensors."""
+def _checked(message: Message, num_buckets: int, num_tensors: int, copies: ReceivedCopies) -> Mapping[str, Tensor]:
+    """Return the whole tensors of a message if it is intact and expected after these buckets and tensors."""
     weights = f"weights of version {message.version}"
     if message.problem:
         raise IncompleteSyncError(f"{weights} stopped after {num_buckets} buckets: {message.problem}", HINT)
@@ -360,9 +458,10 @@ def _checked(message: Message, num_buckets: int, num_tensors: int) -> Mapping[st
         raise IncompleteSyncError(f"{weights}: {came}", HINT)
     if message.index != num_buckets:
         raise IncompleteSyncError(f"{weights}: bucket {message.index} came where {num_buckets} was due", HINT)
+    tensors = copies.whole(message.tensors, message.patches)
     for name, crc32 in message.checksums.items():
-        check_bytes(name, message.version, checksum(message.tensors[name]), crc32)
-    return message.tensors
+        check_bytes(name, message.version, checksum(tensors[name]), crc32)
+    return tensors
 
 
 def check_bytes(name: str, version: int, found: int, expected: int) -> None:

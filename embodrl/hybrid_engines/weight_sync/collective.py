@@ -235,7 +235,7 @@ class SyncGroup:
 class CollectiveSender(StreamSender):
     """Packs each bucket into a reused buffer and broadcasts it from rank 0; succeeds if all receivers accept.
 
-    For ``trained``, ``bucket_bytes`` and ``verify`` see StreamSender.
+    For ``trained``, ``bucket_bytes``, ``verify`` and ``patches`` see StreamSender.
     """
 
     def __init__(
@@ -244,8 +244,9 @@ class CollectiveSender(StreamSender):
         trained: Collection[str] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         verify: bool = False,
+        patches: bool = False,
     ) -> None:
-        super().__init__(trained, bucket_bytes, verify)
+        super().__init__(trained, bucket_bytes, verify, patches)
         self.group = group
         self._number = 0
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)

@@ -33,7 +33,7 @@ class MemorySender(StreamSender):
 
     Args:
         pipes: one per receiver, with few slots: each slot is a bucket that may be in flight.
-        trained, bucket_bytes, verify: see StreamSender.
+        trained, bucket_bytes, verify, patches: see StreamSender.
         stall_timeout_s: seconds a receiver may leave its pipe full.
     """
 
@@ -44,8 +44,9 @@ class MemorySender(StreamSender):
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         verify: bool = False,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        patches: bool = False,
     ) -> None:
-        super().__init__(trained, bucket_bytes, verify)
+        super().__init__(trained, bucket_bytes, verify, patches)
         self.pipes = pipes
         self.stall_timeout_s = stall_timeout_s
 

@@ -49,7 +49,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 class Bench:
     """Training in the process of the test, as if it were another one, and a policy that receives."""
 
-    def __init__(self, config: Config, directory: Path) -> None:
+    def __init__(self, config: Config, directory: Path, patches: bool = False) -> None:
         configure_torch(config)
         self.config, self.launcher = config, InlineLauncher()
         self.channels = SharedChannel(PIPE, 8), SharedChannel("answers", 8)
@@ -58,12 +58,17 @@ class Bench:
         group = launch_trainers(config, deployment_of(config), None, self.launcher, {PIPE: pipe})
         self.engine = RemoteTrainEngine(self.policy, group)
         self.target = Target(acting)  # type: ignore[arg-type]
-        end = RemoteSender(group, {PIPE: pipe}, trained_names(self.policy))
+        end = RemoteSender(group, {PIPE: pipe}, trained_names(self.policy), patches)
         self.link = WeightChannel("memory", end, [answers], directory)
+        self.join()
+
+    def join(self) -> None:
+        """Begin a generation of the link."""
+        pipe, answers = self.channels
         options = self.link.options()
         self.link.open(options)
-        receiver = MemoryReceiver(self.target, pipe, layout_of(acting))
-        self.inbox = ReceiverThread(receiver, answers, options["generation"])
+        self.receiver = MemoryReceiver(self.target, pipe, layout_of(self.target.net))
+        self.inbox = ReceiverThread(self.receiver, answers, options["generation"])
 
     def close(self) -> None:
         self.inbox.close()
@@ -90,6 +95,32 @@ def test_the_policy_of_the_main_process_is_written_only_when_it_is_asked_for(ben
     acting = state_of(bench.target.net)  # type: ignore[arg-type]
     assert not same(acting, before) and bench.target.version == 2
     assert same(dict(engine.weights()), acting) and same(state_of(bench.policy), acting)
+
+
+def test_patches_that_do_not_fit_are_an_error_and_a_new_generation_gets_everything(tmp_path: Path) -> None:
+    optim = {"lr": 1e-5, "lr_warmup_iterations": 0}
+    actor = {"global_batch_size": 8, "micro_batch_size": 2, "param_dtype": "bf16", "optim": optim}
+    bench = Bench(training_config(algorithm=ALGORITHM, actor=actor), tmp_path, patches=True)
+    try:
+        for version in (0, 2, 4):
+            bench.link.send((), version)
+            assert bench.link.metrics()["weight_sync/whole"] == 1
+            assert (bench.link.metrics()["weight_sync/changed"] == 1.0) == (version == 0)
+            assert same(dict(bench.engine.weights()), state_of(bench.target.net))  # type: ignore[arg-type]
+            train(bench.engine, "openvla", bench.policy, bench.config, range(version, version + 2))
+        copies = bench.receiver._copies._tensors  # pyright: ignore[reportPrivateUsage]
+        damaged = next(tensor for name, tensor in copies.items() if name.endswith("weight"))
+        damaged.view(torch.uint8).bitwise_xor_(1)
+        with raises_code("weight-sync", WeightSyncError, "6"):
+            bench.link.send((), 6)
+        assert bench.target.version == 4
+        bench.inbox.close()
+        bench.join()
+        bench.link.send((), 6)
+        assert bench.target.version == 6 and bench.link.metrics()["weight_sync/whole"] == 2
+        assert same(dict(bench.engine.weights()), state_of(bench.target.net))  # type: ignore[arg-type]
+    finally:
+        bench.close()
 
 
 def test_a_checkpoint_in_one_piece_and_the_end_of_a_run_fetch_it(bench: Bench) -> None:
