@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodrl.data.rng import RandomSource
 from embodrl.envs.environment import Tool
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, RolloutEngineError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.chat import Conversation, Message, ToolCall, ToolChoice, WrittenText, parse_calls
@@ -74,6 +74,8 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
     def _computed(self, contents: list[_Content]) -> Sequence[PolicyOutput | Tensor | Exception]:
         answers = super()._computed(contents)
         if len(contents) == 1 or not isinstance(answers[0], EmbodrlError) or not self.engine.policy.writes_text:
+            return answers
+        if isinstance(answers[0], RolloutEngineError):  # it ends the run, and each attempt may wait for long
             return answers
         # A conversation that is too long must not fail those of other episodes.
         return [answer for one in contents for answer in BatchPump._computed(self, [one])]
