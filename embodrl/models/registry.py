@@ -26,6 +26,7 @@ FAMILIES = {
     "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
     "planner": "embodrl.models.planner.spec:SPEC",
     "remote": "embodrl.models.remote_policy.spec:SPEC",
+    "remote_text": "embodrl.models.remote_text.spec:SPEC",
     "smolvla": "embodrl.models.smolvla.spec:SPEC",
 }
 """Built-in model families: name -> location of the spec."""
@@ -54,6 +55,7 @@ class SupportedModel(RegisteredName):
     LEROBOT: ClassVar[SupportedModel]
     PLANNER: ClassVar[SupportedModel]
     REMOTE: ClassVar[SupportedModel]
+    REMOTE_TEXT: ClassVar[SupportedModel]
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:

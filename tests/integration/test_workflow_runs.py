@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_chat_server import call, foreign, says
 from runs import HERE, embodrl, metrics
 from test_examples import run_example
 from tiny_language_models import write_language_model
@@ -240,6 +241,19 @@ def test_the_planner_of_the_example_trains(tmp_path: Path) -> None:
         assert rows[2]["workflow/failed_episodes"] == 0 and rows[2]["train/entropy"]
         assert ("train/value_loss" in rows[2]) == bool(more)
         assert 1 <= rows[2]["eval/episode_length"] <= 2  # type: ignore[operator]
+
+
+def test_a_language_model_behind_a_server_is_evaluated(tmp_path: Path) -> None:
+    """The server always calls for red: that solves one of two tasks, in one message; the other one has two."""
+    example = HERE.parents[1] / "examples" / "planner"
+    order = ("env=toy", "env.tasks=[reach-red,reach-green]", "env.max_episode_steps=40", "env.train.auto_reset=false")
+    order += ("rollout.workflow=reach:ReachWorkflow", "env.eval.num_episodes=8", f"runner.output_dir={tmp_path}")
+    with foreign(says(None, [call("reach", '{"colour": "red"}')], "tool_calls")) as (url, asked):
+        done = embodrl("eval", "model=remote_text", f"model.url={url}", *order, search_path=example)
+    assert done.code == 0, done.stderr
+    assert "reach-red 100.0 % of 4 episodes" in done.stdout and "reach-green 0.0 % of 4 episodes" in done.stdout
+    roles = [[message["role"] for message in body["messages"]] for _, _, body in asked]
+    assert roles.count(["user"]) == 8 and roles.count(["user", "assistant", "tool"]) == 4 and len(roles) == 12
 
 
 def test_a_public_language_model_trains_and_is_exported(tmp_path: Path) -> None:

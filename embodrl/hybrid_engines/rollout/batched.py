@@ -12,7 +12,7 @@ from torch import Tensor
 
 from embodrl.data.rng import RandomSource
 from embodrl.envs.environment import Tool
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, RolloutEngineError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.chat import Conversation, Message, ToolCall, ToolChoice, WrittenText, parse_calls
@@ -75,6 +75,8 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
         answers = super()._computed(contents)
         if len(contents) == 1 or not isinstance(answers[0], EmbodrlError) or not self.engine.policy.writes_text:
             return answers
+        if isinstance(answers[0], RolloutEngineError):  # it ends the run, and each attempt may wait for long
+            return answers
         # A conversation that is too long must not fail those of other episodes.
         return [answer for one in contents for answer in BatchPump._computed(self, [one])]
 
@@ -120,7 +122,7 @@ class Completion:
 
     Attributes:
         written: its tokens.
-        tool_calls: the call that the text is, ``{"name": ..., "arguments": {...}}`` in JSON; empty for any other text.
+        tool_calls: the calls that the text is or has (``models.common.chat``); empty for any other text.
         output: tokens, log-probs and values, a batch of one, for ``Trajectory.add_message``.
     """
 
@@ -134,8 +136,10 @@ class Completion:
         return self.written.text
 
     @staticmethod
-    def of(policy: VLAPolicy, output: PolicyOutput, max_tokens: int | None = None) -> Completion:
-        """Return the message in an output of one row, of at most ``max_tokens`` tokens.
+    def of(
+        policy: VLAPolicy, output: PolicyOutput, max_tokens: int | None = None, parallel_tool_calls: bool = True
+    ) -> Completion:
+        """Return the message in an output of one row, of at most ``max_tokens`` tokens, or of one call alone.
 
         A message that stops there has the probability that it would have if the policy had been stopped.
         """
@@ -145,7 +149,11 @@ class Completion:
             inputs = {**output.forward_inputs, TOKEN_MASK: mask}
             output = replace(output, logprobs=output.logprobs * mask[..., None], forward_inputs=inputs)
         written = policy.text_of(output.forward_inputs)[0]
-        return Completion(written, parse_calls(written.text), output)
+        calls = parse_calls(written.text)
+        if parallel_tool_calls or len(calls) < 2:
+            return Completion(written, calls, output)
+        cut = Completion.of(policy, output, written.tokens_of_one_call())
+        return replace(cut, written=replace(cut.written, has_its_call=True), tool_calls=calls[:1])
 
 
 class EpisodeEngine:
@@ -183,6 +191,7 @@ class EpisodeEngine:
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         tool_choice: ToolChoice = "auto",
         max_tokens: int | None = None,
+        parallel_tool_calls: bool = True,
     ) -> Completion:
         """Write the next message of a conversation, in one batch with those of other episodes.
 
@@ -191,6 +200,7 @@ class EpisodeEngine:
             tools: what the policy may call, as ``Tool`` or in OpenAI's form.
             tool_choice: ``required`` decodes one of the tools' calls, whose arguments must have lists of values.
             max_tokens: where the message is cut; None for the policy's own limit.
+            parallel_tool_calls: False cuts it behind its first call.
 
         Raises:
             EmbodrlError: the policy writes no text, a message or tool has another form, or the conversation is too
@@ -199,7 +209,8 @@ class EpisodeEngine:
         policy = self._shared.engine.policy
         if not policy.writes_text:
             policy.text_of({})  # raises
-        return Completion.of(policy, await self.act(conversation(messages, tools, tool_choice)), max_tokens)
+        output = await self.act(conversation(messages, tools, tool_choice))
+        return Completion.of(policy, output, max_tokens, parallel_tool_calls)
 
     async def values(self, observation: Observation | Sequence[Message]) -> Tensor:
         """Return ``float32[1,K]``, the values of an observation of one row; needs a policy with a value head.

@@ -3,7 +3,7 @@
 Messages and tools have the form of OpenAI's chat API: ``{"role": ..., "content": ...}``, and ``{"type": "function",
 "function": {"name": ..., "description": ..., "parameters": JSON schema}}``. A call is a whole message that is one JSON
 object, ``{"name": "reach", "arguments": {"colour": "red"}}``, or one such object in each ``<tool_call>...</tool_call>``
-of a message, as Qwen and Hermes write them. Imports no torch.
+of a message, as Qwen and Hermes write them, perhaps after a text. Imports no torch.
 """
 
 from __future__ import annotations
@@ -46,18 +46,29 @@ class WrittenText:
 
     Attributes:
         tokens: the bytes of each token, without a mark of the end.
-        ended: the policy ended the message; False if it reached a limit.
+        ended: the policy ended the message; False if it was stopped.
         prompt_tokens: tokens of the conversation before it.
+        has_its_call: it was stopped behind the one call that was permitted, and not at a limit.
     """
 
     tokens: tuple[bytes, ...]
     ended: bool
     prompt_tokens: int
+    has_its_call: bool = False
 
     @property
     def text(self) -> str:
         """The message; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.tokens).decode("utf-8", errors="replace")
+
+    def tokens_of_one_call(self) -> int:
+        """Return how many tokens lead to the end of the first marked call; all without one."""
+        text = b""
+        for number, token in enumerate(self.tokens, 1):
+            text += token
+            if _CLOSE.encode() in text:
+                return number
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -81,10 +92,12 @@ class Conversation:
         """Return the conversation of a request.
 
         With ``required`` the answer is one of the tools' calls, so the arguments of each must have finitely many values
-        (``enum``, ``const``, a boolean, or an integer with minimum and maximum).
+        (``enum``, ``const``, a boolean, or an integer with minimum and maximum). Results that name their calls
+        (``tool_call_id``) stand in the order of the calls: prompts have no random ids.
 
         Raises:
-            EmbodrlError: a message or tool has another form, or a required call can't be enumerated.
+            EmbodrlError: a message or tool has another form, results do not fit their calls, or a required call can't
+                be enumerated.
         """
         functions = tuple(_function(tool) for tool in tools or ())
         if choice not in ("auto", "required"):
@@ -96,7 +109,7 @@ class Conversation:
         calls = tuple(_calls(functions)) if choice == "required" else ()
         if choice == "required" and not calls:
             raise _refused("a tool call is required, but an argument has no value", "correct minimum and maximum")
-        return Conversation(tuple(map(_message, messages)), functions, calls)
+        return Conversation(tuple(map(_message, _ordered(messages))), functions, calls)
 
     def to_text(self) -> str:
         """Return the conversation as one text, which ``read`` reads."""
@@ -119,9 +132,29 @@ def parse_calls(text: str) -> tuple[ToolCall, ...]:
     return tuple(call for call in calls if call is not None) if all(calls) else ()
 
 
+def said_before_calls(text: str) -> str:
+    """Return what stands before the marked calls of a text; "" if it is a call."""
+    before, mark, _ = text.partition(_OPEN)
+    return before.rstrip() if mark else ""
+
+
 def tagged(call: str) -> str:
     """Return a call between the marks of Qwen and Hermes."""
     return f"{_OPEN}\n{call}\n{_CLOSE}"
+
+
+def numbered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give calls their numbers as ids, of nine characters as Mixtral's template demands, and results those of calls."""
+    made = itertools.count()
+    waiting: Iterator[str] = iter(())
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            for call in calls:
+                call["id"] = f"call{next(made):05d}"
+            waiting = iter([call["id"] for call in calls])
+        elif message["role"] == "tool" and (name := next(waiting, None)) is not None:
+            message["tool_call_id"] = name
+    return messages
 
 
 def _parsed(text: str) -> ToolCall | None:
@@ -140,13 +173,42 @@ def _message(message: Message) -> tuple[str, str]:
     role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
     if role not in ROLES:
         raise _refused(f"a message has the role {role!r}", f"give one of {', '.join(ROLES)}")
-    if role == "assistant" and content is None and isinstance(calls, Sequence) and calls:
+    if role == "assistant" and isinstance(calls, Sequence) and calls and (content is None or isinstance(content, str)):
         texts = [_past_call(call).to_text() for call in calls]
+        if content:
+            return role, "\n".join([content, *map(tagged, texts)])
         return role, texts[0] if len(texts) == 1 else "\n".join(map(tagged, texts))
     if not isinstance(content, str):
         hint = "give text; the only other content is None, of an assistant's message with tool calls"
         raise _refused(f"a message of the {role} has the content {content!r:.60}", hint)
     return role, content
+
+
+def _ordered(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with the results of tools in the order of their calls."""
+    found: list[Message] = []
+    ids: list[object] = []
+    for are_results, run in itertools.groupby(messages, lambda message: message.get("role") == "tool"):
+        part = list(run)
+        found += _results(part, ids) if are_results and any(ids) else part
+        calls = part[-1].get("tool_calls")
+        listed = cast("Sequence[object]", calls) if isinstance(calls, Sequence) else ()
+        ids = [call.get("id") if isinstance(call, Mapping) else None for call in listed]
+    return found
+
+
+def _results(results: list[Message], ids: list[object]) -> list[Message]:
+    """Return results in the order of the ids of calls; those that name no call stay as they are."""
+    named = [result.get("tool_call_id") for result in results]
+    if not any(named):
+        return results
+    hint = "answer each call once, by a message of the tool with its tool_call_id"
+    for name in named:
+        if name not in ids or named.count(name) > 1:
+            raise _refused(f"a tool's result is for the call {name!r:.60}, which waits for none", hint)
+    if len(named) < len(ids):
+        raise _refused(f"a message has {len(ids)} tool calls, and {len(named)} results follow", hint)
+    return sorted(results, key=lambda result: ids.index(result["tool_call_id"]))
 
 
 def _past_call(call: Any) -> ToolCall:

@@ -10,7 +10,15 @@ from typing import Any
 
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common import checkpoint
-from embodrl.models.common.chat import Conversation, ToolCall, WrittenText, parse_calls, tagged
+from embodrl.models.common.chat import (
+    Conversation,
+    ToolCall,
+    WrittenText,
+    numbered,
+    parse_calls,
+    said_before_calls,
+    tagged,
+)
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
 from embodrl.models.common.tokenizer import read_tokenizer
 from embodrl.models.planner.vocabulary import Vocabulary
@@ -123,7 +131,7 @@ class PublicVocabulary(Vocabulary):
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """Return messages as templates take them; for those without tools all is text of system, user, assistant."""
-        messages = [self._message(role, text) for role, text in conversation.messages]
+        messages = numbered([self._message(role, text) for role, text in conversation.messages])
         if conversation.tools and not self._takes_tools:
             about = _TOOLS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in conversation.tools))
             if messages[0]["role"] == "system":
@@ -136,9 +144,10 @@ class PublicVocabulary(Vocabulary):
         if calls and self._takes_tools:
             functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
             listed = [{"type": "function", "function": function} for function in functions]
-            return {"role": role, "content": "", "tool_calls": listed}
+            return {"role": role, "content": said_before_calls(text), "tool_calls": listed}
         if calls:
-            return {"role": role, "content": "\n".join(map(self._written, calls))}
+            said = said_before_calls(text)
+            return {"role": role, "content": "\n".join([*([said] if said else []), *map(self._written, calls)])}
         if role == "tool" and not self._takes_tools:
             return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
         return {"role": role, "content": text}

@@ -13,7 +13,14 @@ from embodrl.errors import EmbodrlError, WireError
 from embodrl.hybrid_engines.rollout.batched import Completion, conversation
 from embodrl.serving.core import Writing, explain
 from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
-from embodrl.serving.wire.chat_api import ChatRequest, completion_body, error_body, model_body
+from embodrl.serving.wire.chat_api import (
+    STREAM_TYPE,
+    ChatRequest,
+    completion_body,
+    error_body,
+    model_body,
+    stream_body,
+)
 from embodrl.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -58,13 +65,17 @@ class OpenaiListener(HttpListener):
             return self._failed(error)
         output = chunk.output
         assert output is not None
-        found = Completion.of(self.core.engine.policy, output, asked.max_tokens)
+        found = Completion.of(self.core.engine.policy, output, asked.max_tokens, asked.parallel_calls)
         logprobs = found.output.logprobs[0, :, 0].tolist() if asked.logprobs else None
         # A conversation without tools has no calls, whatever the text is.
         calls = found.tool_calls if asked.tools else ()
         name = f"chatcmpl-{secrets.token_hex(12)}"
         body = completion_body(name, self.model, int(time.time()), found.written, calls, output.version, logprobs)
-        return self.web.json_response(body, headers={VERSION_HEADER: str(output.version)})
+        headers = {VERSION_HEADER: str(output.version)}
+        if asked.stream:
+            events = stream_body(body, found.written, asked.stream_usage)
+            return self.web.Response(body=events, content_type=STREAM_TYPE, headers=headers)
+        return self.web.json_response(body, headers=headers)
 
     def _how(self, asked: ChatRequest) -> Writing:
         own, decoding = self.core.engine.sampling, self.service.settings.decoding

@@ -5,19 +5,20 @@ Source: github.com/openai/openai-openapi, ``/chat/completions`` and ``/models``.
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from embodrl.errors import WireError
-from embodrl.models.common.chat import ToolCall, ToolChoice, WrittenText
+from embodrl.models.common.chat import ToolCall, ToolChoice, WrittenText, said_before_calls
 
 MAX_TEMPERATURE = 2.0
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by less are infinite; from there on sampling is greedy anyway."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    **{"n": (1,), "stop": ([],), "stream": (False,), "top_p": (1,), "top_logprobs": (0,), "modalities": (["text"],)},
+    **{"n": (1,), "stop": ([],), "top_p": (1,), "top_logprobs": (0,), "modalities": (["text"],)},
     **{
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
@@ -28,13 +29,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 """Fields that may have these values, or null, and no others."""
 _READ = (
     *("messages", "model", "tools", "tool_choice", "temperature", "max_tokens", "max_completion_tokens", "seed"),
-    "logprobs",
+    *("logprobs", "stream", "stream_options", "parallel_tool_calls"),
 )
-_WITHOUT_EFFECT = (
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"),
-    "parallel_tool_calls",  # a message has one call at most
-)
+_WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that say nothing about the answer."""
+STREAM_TYPE = "text/event-stream"
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,9 @@ class ChatRequest:
         tools: what the policy may call, in OpenAI's form.
         temperature, max_tokens, seed: None where the client says nothing.
         logprobs: log-probs of the tokens are wanted.
+        parallel_calls: a message may have several calls.
+        stream: the answer is wanted as events.
+        stream_usage: the last of them has the number of tokens.
     """
 
     model: str
@@ -57,6 +59,9 @@ class ChatRequest:
     max_tokens: int | None = None
     seed: int | None = None
     logprobs: bool = False
+    parallel_calls: bool = True
+    stream: bool = False
+    stream_usage: bool = False
 
     @staticmethod
     def read(body: bytes) -> ChatRequest:
@@ -86,6 +91,10 @@ class ChatRequest:
             max_tokens=next(iter(limits), None),
             seed=_whole(content, "seed", 0),
             logprobs=_flag(content, "logprobs"),
+            # Without tools a message has no calls, whatever its text is.
+            parallel_calls=_flag(content, "parallel_tool_calls", without=True) or not tools,
+            stream=_flag(content, "stream"),
+            stream_usage=_stream_usage(content),
         )
 
 
@@ -160,11 +169,22 @@ def _whole(content: Mapping[str, Any], name: str, least: int) -> int | None:
     return value
 
 
-def _flag(content: Mapping[str, Any], name: str) -> bool:
+def _flag(content: Mapping[str, Any], name: str, without: bool = False) -> bool:
     value = content.get(name)
     if value is not None and type(value) is not bool:
         raise refused(f"'{name}' is {value!r:.40}", "send true or false")
-    return bool(value)
+    return without if value is None else value
+
+
+def _stream_usage(content: Mapping[str, Any]) -> bool:
+    options = content.get("stream_options")
+    if options is None:
+        return False
+    if content.get("stream") is not True:
+        raise refused("'stream_options' has no effect without a stream", "leave it out, or send 'stream': true")
+    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise refused(f"'stream_options' can't be {options!r:.60}", "send {'include_usage': true}, or leave it out")
+    return _flag(cast("dict[str, Any]", options), "include_usage")
 
 
 def _text(content: Mapping[str, Any], name: str) -> str:
@@ -190,11 +210,12 @@ def completion_body(
         model: name of the model.
         created: time of the answer, in seconds since 1970.
         written: the message.
-        calls: the calls that it is.
+        calls: the calls that it is, or has behind a text.
         version: policy version, the answer's ``system_fingerprint``.
         logprobs: of the tokens, and of the mark of the end, which is left out; None if they are not wanted.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": None if calls else written.text, "refusal": None}
+    content = (said_before_calls(written.text) or None) if calls else written.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
         message["tool_calls"] = [
             {
@@ -204,7 +225,7 @@ def completion_body(
             }
             for number, call in enumerate(calls)
         ]
-    reason = "length" if not written.ended else "tool_calls" if calls else "stop"
+    reason = "length" if not (written.ended or written.has_its_call) else "tool_calls" if calls else "stop"
     tokens = len(written.tokens) + written.ended
     choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
     if logprobs is not None:
@@ -223,6 +244,46 @@ def completion_body(
             "total_tokens": written.prompt_tokens + tokens,
         },
     }
+
+
+def stream_body(body: Mapping[str, Any], written: WrittenText, with_usage: bool) -> bytes:
+    """Return the answer of ``completion_body`` as server-sent events, a text token by token.
+
+    The message is complete before: what fails has its own status, and no event.
+    """
+    frame = {**body, "object": "chat.completion.chunk", **({"usage": None} if with_usage else {})}
+    if not with_usage:
+        del frame["usage"]
+    (choice,) = body["choices"]
+    chunks = [{**frame, "choices": [one]} for one in _deltas(choice, written)]
+    if with_usage:
+        chunks.append({**frame, "choices": [], "usage": body["usage"]})
+    events = [*(json.dumps(chunk, ensure_ascii=False) for chunk in chunks), "[DONE]"]
+    return "".join(f"data: {event}\n\n" for event in events).encode("utf-8", errors="replace")
+
+
+def _deltas(choice: Mapping[str, Any], written: WrittenText) -> Iterator[dict[str, Any]]:
+    """Yield the choices of a stream's chunks, whose deltas add up to the message."""
+    message, logprobs = choice["message"], choice["logprobs"]
+
+    def delta(logprobs: object = None, **more: object) -> dict[str, Any]:
+        return {"index": 0, "delta": more, "finish_reason": None, "logprobs": logprobs}
+
+    yield delta(role="assistant", content=None if message["content"] is None else "")
+    if calls := message.get("tool_calls"):
+        if message["content"] is not None:
+            yield delta(content=message["content"])
+        for number, call in enumerate(calls):
+            head = {**call, "function": {"name": call["function"]["name"], "arguments": ""}}
+            yield delta(tool_calls=[{"index": number, **head}])
+            yield delta(tool_calls=[{"index": number, "function": {"arguments": call["function"]["arguments"]}}])
+        yield {**delta(logprobs), "finish_reason": choice["finish_reason"]}
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for place, token in enumerate(written.tokens):
+        own = None if logprobs is None else {"content": [logprobs["content"][place]], "refusal": None}
+        yield delta(own, content=decoder.decode(token, final=place + 1 == len(written.tokens)))
+    yield {**delta(), "finish_reason": choice["finish_reason"]}
 
 
 def _token(data: bytes, logprob: float) -> dict[str, Any]:

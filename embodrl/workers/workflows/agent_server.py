@@ -15,7 +15,16 @@ from embodrl.envs.environment import Environment, ToolResult
 from embodrl.errors import EmbodrlError, WireError, WorkflowError
 from embodrl.hybrid_engines.rollout.batched import EpisodeEngine, conversation
 from embodrl.models.common.chat import Message
-from embodrl.serving.wire.chat_api import ChatRequest, completion_body, error_body, model_body, read_object, refused
+from embodrl.serving.wire.chat_api import (
+    STREAM_TYPE,
+    ChatRequest,
+    completion_body,
+    error_body,
+    model_body,
+    read_object,
+    refused,
+    stream_body,
+)
 from embodrl.serving.wire.codec import need, write_json
 from embodrl.types import Observation
 from embodrl.workers.workflows.workflow import BEYOND_REPAIR, Trajectory
@@ -68,8 +77,8 @@ class AgentSession:
         if self._is_over:
             raise _ended()
 
-    async def complete(self, body: bytes) -> dict[str, Any]:
-        """Answer ``POST /v1/chat/completions``; the message becomes a chunk of the trajectory."""
+    async def complete(self, body: bytes) -> dict[str, Any] | bytes:
+        """Answer ``POST /v1/chat/completions``, by events if asked; the message becomes a chunk of the trajectory."""
         asked = ChatRequest.read(body)
         if asked.temperature not in (None, self.engine.temperature) or asked.seed is not None:
             given = f"temperature={asked.temperature:g}" if asked.temperature is not None else f"seed={asked.seed}"
@@ -81,14 +90,17 @@ class AgentSession:
             self.cut = self.cut or asked.messages
             hint = "return from the agent, or raise env.train.max_steps_per_rollout_epoch"
             raise WireError(f"the episode has its {most} messages", hint, code="agent-too-many-messages")
-        found = await self.engine.generate(asked.messages, asked.tools, asked.choice, asked.max_tokens)
+        found = await self.engine.generate(
+            asked.messages, asked.tools, asked.choice, asked.max_tokens, asked.parallel_calls
+        )
         self.trajectory.add_message(found, success=self.success, observation=self._seen)
         name = f"chatcmpl-{secrets.token_hex(12)}"
         self._names.append(name)
         logprobs = found.output.logprobs[0, :, 0].tolist() if asked.logprobs else None
         calls = found.tool_calls if asked.tools else ()
         model, version = asked.model or MODEL, found.output.version
-        return completion_body(name, model, int(time.time()), found.written, calls, version, logprobs)
+        answer = completion_body(name, model, int(time.time()), found.written, calls, version, logprobs)
+        return stream_body(answer, found.written, asked.stream_usage) if asked.stream else answer
 
     async def reward(self, body: bytes) -> dict[str, Any]:
         """Answer ``POST /v1/rewards``, by adding to the reward of the last message or of the named one."""
@@ -151,7 +163,8 @@ def _observation(seen: Observation) -> dict[str, Any]:
     return {"images": seen.images[0], "state": seen.state[0], "instruction": seen.instruction[0]}
 
 
-Answer = Callable[[AgentSession, "Request"], Awaitable[dict[str, Any]]]
+Answer = Callable[[AgentSession, "Request"], Awaitable[dict[str, Any] | bytes]]
+"""Returns JSON, or events."""
 
 
 class AgentServer:
@@ -218,6 +231,8 @@ class AgentServer:
                 async with session.lock:
                     session.check_open()
                     content = await answer(session, request)
+                if isinstance(content, bytes):
+                    return self._web.Response(body=content, content_type=STREAM_TYPE)
                 return self._web.json_response(text=write_json(content))
             except self._web.HTTPRequestEntityTooLarge:
                 error = WireError(f"the body has more than {MAX_BYTES >> 20} MB", "send less", code="wire-too-large")
@@ -243,7 +258,7 @@ class AgentServer:
         return self._web.json_response(error_body(text, error.code, status), status=status, headers=headers)
 
 
-async def _complete(session: AgentSession, request: Request) -> dict[str, Any]:
+async def _complete(session: AgentSession, request: Request) -> dict[str, Any] | bytes:
     return await session.complete(await request.read())
 
 

@@ -53,6 +53,10 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
             *("env=toy", "rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'"),
             *("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=10"),
         ],
+        "remote_text": [
+            *("env=toy", "model.url=http://host:1/v1"),
+            *("rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'", "env.train.auto_reset=false"),
+        ],
         "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
         "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
         "td3_bc": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
@@ -80,7 +84,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "plan"
         if group == "cluster" or name in ("vllm", "megatron")
         else "eval"
-        if name == "lerobot" or (group, name) == ("model", "remote")
+        if name in ("lerobot", "remote_text") or (group, name) == ("model", "remote")
         else None
     )
     loaded = load_config([f"{group}={name}", *extra], verb=verb)

@@ -200,6 +200,27 @@ def test_calls_between_marks() -> None:
     assert parse_calls(again.messages[1][1]) == (wait, wait)
 
 
+def test_calls_and_their_results_have_ids_in_a_prompt(tmp_path: Path) -> None:
+    """Ids that templates demand are numbers of the calls, whatever those of the server were."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.id }} "
+        "{{ c.function.name }}){% endfor %}{{ m.tool_call_id }}\n{% endfor %}{% if tools %}{% endif %}"
+    )
+    found = PublicVocabulary(write_language_model(tmp_path, "mixtral", template), 336)
+    calls = [{"id": f"x{number}", "function": {"name": "wait", "arguments": "{}"}} for number in range(3)]
+    past = [
+        {"role": "assistant", "content": "I go", "tool_calls": calls[:2]},
+        *({"role": "tool", "tool_call_id": name, "content": name} for name in ("x1", "x0")),
+        {"role": "assistant", "content": None, "tool_calls": calls[2:]},
+        {"role": "tool", "content": "x2"},
+    ]
+    lines = found._tokenizer.decode(found.encode(Conversation.of([*ASK, *past], [MOVE]))).split("\n")
+    assert lines[1:-1] == [
+        "assistant:I go(call00000 wait)(call00001 wait)",
+        *("tool:x0call00000", "tool:x1call00001", "assistant:(call00002 wait)", "tool:x2call00002"),
+    ]
+
+
 def test_quantiles_and_packed_choices() -> None:
     logits = torch.tensor([0.2, 0.0, 0.5, 0.3]).log().expand(6, 4)
     numbers = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71, 1 - 2**-24])

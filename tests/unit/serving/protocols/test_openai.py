@@ -8,13 +8,17 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
+import torch
 from served import TOKEN, Served, served
 from tiny_families import build
 
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.chat import Conversation, ToolCall
-from embodrl.models.planner.tokenizer import encode
+from embodrl.models.planner.policy import ALLOWED, TOKENS
+from embodrl.models.planner.tokenizer import END, PAD, encode
+from embodrl.types import TOKEN_MASK, Observation, PolicyOutput
 
 SIDE = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
 LOOK = {"type": "function", "function": {"name": "look", "description": "turn", "parameters": SIDE}}
@@ -42,6 +46,22 @@ def talk(planner: VLAPolicy, test: Callable[[Served, Post], Awaitable[None]], **
             await asyncio.wait_for(test(server, post), 60)
 
     asyncio.run(run())
+
+
+def says(planner: VLAPolicy, text: str) -> Callable[..., PolicyOutput]:
+    """Return a ``predict_action_batch`` that writes a text of bytes and its end, each with the log-prob -0.5."""
+
+    def write(observation: Observation, *_: object, **__: object) -> PolicyOutput:
+        tokens = torch.tensor([[*text.encode(), END]]).expand(observation.batch_size, -1)
+        room = planner.get_parameter("model.lm_head.weight").new_zeros(tokens.shape[0], 160)
+        mask = room.bool()
+        mask[:, : tokens.shape[1]] = True
+        ids = torch.full(room.shape, PAD).masked_scatter(mask, tokens)
+        written = {TOKENS: ids, TOKEN_MASK: mask, ALLOWED: torch.zeros(*room.shape, 33, dtype=torch.uint8)}
+        nothing = np.zeros((observation.batch_size, 1, 0), np.float32)
+        return PolicyOutput(nothing, -0.5 * mask[..., None], None, {**planner.preprocess(observation), **written})
+
+    return write
 
 
 def of(**more: Any) -> dict[str, Any]:
@@ -77,7 +97,7 @@ def test_the_official_client_calls_tools_and_reads_errors(planner: VLAPolicy) ->
         said = [*ASK, {"role": "assistant", "content": text}, answer]
         assert again.usage.prompt_tokens == len(encode(Conversation.of(said, [GRASP])))
         for error, more in (
-            (openai.BadRequestError, {"stream": True}),
+            (openai.BadRequestError, {"stream_options": {"include_usage": True}}),
             (openai.BadRequestError, {"stop": ["x"]}),
             (openai.NotFoundError, {"model": "gpt-4"}),
         ):
@@ -89,6 +109,107 @@ def test_the_official_client_calls_tools_and_reads_errors(planner: VLAPolicy) ->
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model="planner", input="x")
         await client.close()
+
+    talk(planner, test)
+
+
+def test_the_official_client_reads_streams(planner: VLAPolicy) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def test(server: Served, post: Post) -> None:
+        client = openai.AsyncOpenAI(base_url=server.urls["openai"] + "/v1", api_key=TOKEN, max_retries=0)
+        create = client.chat.completions.create
+        fixed = {"model": "planner", "messages": ASK, "temperature": 1, "seed": 3, "logprobs": True}
+        whole = await create(**fixed)
+        stream = await create(**fixed, stream=True, stream_options={"include_usage": True})
+        *chunks, last = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0] for chunk in chunks]
+        assert deltas[0].delta.role == "assistant" and {chunk.id for chunk in chunks} == {last.id}
+        assert "".join(one.delta.content or "" for one in deltas) == whole.choices[0].message.content
+        assert [one.finish_reason for one in deltas if one.finish_reason] == [whole.choices[0].finish_reason]
+        found = [token for one in deltas if one.logprobs for token in one.logprobs.content]
+        assert found == whole.choices[0].logprobs.content
+        assert not last.choices and last.usage == whole.usage and not any(chunk.usage for chunk in chunks)
+        async with client.chat.completions.stream(
+            model="planner", messages=ASK, tools=[LOOK, GRASP], tool_choice="required"
+        ) as events:
+            message = (await events.get_final_completion()).choices[0]
+        (call,) = message.message.tool_calls
+        assert message.finish_reason == "tool_calls" and call.id and call.function.name in ("look", "grasp")
+        with pytest.raises(openai.NotFoundError):
+            await create(model="gpt-4", messages=ASK, stream=True)
+        await client.close()
+
+    talk(planner, test)
+
+
+def test_a_stream_is_events(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A character of several bytes comes with the last of them; what the text lacks of one becomes U+FFFD."""
+    monkeypatch.setattr(planner, "predict_action_batch", says(planner, "aü"))
+
+    async def test(server: Served, post: Post) -> None:
+        url = server.urls["openai"] + "/v1/chat/completions"
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+
+        async def events(**more: Any) -> list[Any]:
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(url, json=of(stream=True, **more), headers=headers) as answer,
+            ):
+                assert answer.status == 200 and answer.content_type == "text/event-stream"
+                *lines, end = (await answer.text()).split("\n\n")
+            assert end == "" and lines.pop() == "data: [DONE]"
+            return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+        found = await events()
+        assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"} and "usage" not in found[0]
+        assert [chunk["choices"][0]["delta"] for chunk in found] == [
+            {"role": "assistant", "content": ""},
+            *({"content": piece} for piece in ("a", "", "ü")),
+            {},
+        ]
+        assert [chunk["choices"][0]["finish_reason"] for chunk in found] == [None] * 4 + ["stop"]
+        cut = await events(max_tokens=2)
+        assert [chunk["choices"][0]["delta"].get("content") for chunk in cut[1:]] == ["a", "\ufffd", None]
+        assert cut[-1]["choices"][0]["finish_reason"] == "length"
+
+    talk(planner, test)
+
+
+def test_a_message_has_several_calls(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = '<tool_call>{"name":"look","arguments":{"side":"left"}}</tool_call>'
+    text = f'I look.\n{look}\n<tool_call>{{"name":"grasp","arguments":{{}}}}</tool_call>'
+    monkeypatch.setattr(planner, "predict_action_batch", says(planner, text))
+
+    async def test(server: Served, post: Post) -> None:
+        tools = {"tools": [LOOK, GRASP], "logprobs": True}
+        _, both = await post(of(**tools))
+        message = both["choices"][0]["message"]
+        first, second = message["tool_calls"]
+        assert message["content"] == "I look." and both["choices"][0]["finish_reason"] == "tool_calls"
+        assert first["function"] == {"name": "look", "arguments": '{"side": "left"}'}
+        assert second["function"] == {"name": "grasp", "arguments": "{}"} and first["id"] != second["id"]
+        _, alone = await post(of(**tools, parallel_tool_calls=False))
+        choice = alone["choices"][0]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
+        count = len(f"I look.\n{look}")  # what follows was not delivered: it counts, and is trained, nowhere
+        assert alone["usage"]["completion_tokens"] == count == len(choice["logprobs"]["content"])
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": said}
+            for call, said in ((second, "held"), (first, "seen"))
+        ]
+        status, after = await post(of(messages=[*ASK, message, *results]))
+        said = [("user", ASK[0]["content"]), ("assistant", text), ("tool", "seen"), ("tool", "held")]
+        wanted = encode(
+            Conversation(
+                tuple((role, content.replace("call>{", "call>\n{").replace("}</", "}\n</")) for role, content in said)
+            )
+        )
+        assert status == 200 and after["usage"]["prompt_tokens"] == len(wanted)
+        for wrong in (results[:1], [*results, results[0]], [results[0], {**results[1], "tool_call_id": "call_x"}]):
+            status, found = await post(of(messages=[*ASK, message, *wrong]))
+            assert status == 400 and found["error"]["code"] == "chat-request"
 
     talk(planner, test)
 
@@ -149,6 +270,10 @@ def test_concurrent_requests_of_one_temperature_are_a_batch(planner: VLAPolicy) 
         of(top_p=0.5),
         of(reasoning_effort="low"),
         of(logprobs=1),
+        of(stream=1),
+        of(stream_options={"include_usage": True}),
+        of(stream=True, stream_options={"other": True}),
+        of(parallel_tool_calls="no"),
         of(model=3),
         of(tools={}),
         of(tools=[{"type": "function", "function": 3}]),

@@ -40,7 +40,7 @@ def test_every_family_has_its_facts(name: str) -> None:
     assert block["checkpoint"] == entry.checkpoint
 
 
-OF_ONE_SIZE = ("lerobot", "remote", "gaussian", "planner")
+OF_ONE_SIZE = ("lerobot", "remote", "remote_text", "gaussian", "planner")
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS.builtin if name not in OF_ONE_SIZE])

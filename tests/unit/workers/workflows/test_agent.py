@@ -113,6 +113,27 @@ def test_completions_and_rewards_become_a_trajectory(pool: EnvPool, engine: Nati
     np.testing.assert_allclose(again.logprobs.detach(), batch.logprobs.flatten(0, 1), rtol=0, atol=1e-5)
 
 
+def test_a_streamed_message_is_a_chunk_of_the_trajectory(pool: EnvPool, engine: NativeRolloutEngine) -> None:
+    def agent(url: str, key: str, task: AgentTask) -> float:
+        body = json.dumps({**ASK, "stream": True, "stream_options": {"include_usage": True}}).encode()
+        request = urllib.request.Request(url + "/chat/completions", body, {"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.headers["Content-Type"].startswith("text/event-stream")
+            *lines, done = answer.read().decode().strip().split("\n\n")
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+        (head, rest) = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+        assert head["function"]["name"] == "look" and json.loads(rest["function"]["arguments"])["side"]
+        assert done == "data: [DONE]" and chunks[-1]["usage"]["completion_tokens"] > 1
+        named = {"reward": 0.5, "completion_id": chunks[0]["id"]}
+        assert talker(url, key)("/rewards", named)[0] == 200
+        return 1.0
+
+    workflow = AgentWorkflow(agent)
+    batch, _ = WorkflowCollector(CONFIG, pool, engine, lambda: False, workflow=workflow).gather(1)
+    assert batch.valid[0].all() and not batch.valid[1].any() and batch.rewards[0].eq(1.5).all()
+
+
 def test_a_message_cut_by_its_agent_trains_the_tokens_that_are_left(pool: EnvPool, engine: NativeRolloutEngine) -> None:
     def agent(talk: Talk, task: AgentTask) -> None:
         free = {"messages": ASK["messages"], "max_tokens": 3, "temperature": engine.sampling.temperature}
@@ -173,7 +194,7 @@ def test_each_episode_has_its_key_and_an_end(pool: EnvPool, engine: NativeRollou
         big = ({"reward": 1e300}, {"reward": -(10**400)}, {"reward": float("nan")})
         wrong = (*big, {"reward": "1"}, {"rewards": 1}, {"success": 1}, {"completion_id": "x"})
         assert {talk("/rewards", one)[0] for one in wrong} == {400}
-        for more in ({"temperature": 0.3}, {"seed": 3}, {"stream": True}, {"messages": []}):
+        for more in ({"temperature": 0.3}, {"seed": 3}, {"stream": "yes"}, {"messages": []}):
             assert talk("/chat/completions", ASK | more)[1]["error"]["code"] == "chat-request"
         assert talk("/rewards", {"reward": 1.0, "done": True})[0] == 200
         status, found = talk("/chat/completions", ASK)
