@@ -118,6 +118,21 @@ def test_two_agents_train_in_two_processes_and_are_evaluated(tmp_path: Path) -> 
     assert agents.keys() == {"first", "second"} and agents["first"]["mean_length"] > 0
 
 
+def test_the_agents_of_the_example_train(tmp_path: Path) -> None:
+    examples = HERE.parents[1] / "examples"
+    size = ("env.train.total_num_envs=16", "env.num_processes=2", "env.eval.num_episodes=8", "env.pin_cpus=false")
+    run_dir = tmp_path / "run"
+    order = ("--config", examples / "agents" / "config.yaml", f"runner.output_dir={run_dir}", "runner.max_iterations=2")
+    done = embodrl("train", *order, *size, search_path=f"{examples / 'agents'}:{examples / 'planner'}")
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    assert [row["iteration"] for row in rows] == [0, 1, 2] and rows[2]["train/num_updates"]
+    for name in ("guide", "driver"):
+        assert rows[2][f"rollout/agent/{name}/success_rate"] == rows[2]["rollout/success_rate"]
+        assert rows[2][f"rollout/agent/{name}/episode_length"] == 1
+    assert rows[2]["eval/episode_length"] == 2 and rows[2]["workflow/failed_episodes"] == 0
+
+
 @pytest.mark.slow
 def test_two_processes_play_the_episodes_of_one(tmp_path: Path) -> None:
     """Every episode has its own random numbers, whichever process plays it, before and after an update."""
