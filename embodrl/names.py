@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from embodrl.errors import EmbodrlError
 from embodrl.user_code import guard_user_code
@@ -162,6 +162,7 @@ def import_workflow(path: str) -> Any:
             "define them, or name a subclass that does",
             code="workflow-abstract",
         )
+    agents_of(found)
     try:
         return found()
     except Exception as error:  # a user's class may raise anything
@@ -170,6 +171,29 @@ def import_workflow(path: str) -> Any:
             "give it a constructor without arguments",
             code="workflow-constructor",
         ) from error
+
+
+def agents_of(workflow: object) -> tuple[str, ...]:
+    """Return the agents that a workflow, or its class, declares; empty if it has one.
+
+    Raises:
+        EmbodrlError: ``agents`` are not several different names (``workflow-agents``).
+    """
+    agents: object = getattr(workflow, "agents", ())
+    declared = cast("tuple[object, ...]", agents) if isinstance(agents, tuple) else (agents,)
+    names = tuple(name for name in declared if isinstance(name, str) and name.isidentifier())
+    if names == declared and len(set(names)) == len(names) != 1:
+        return names
+    raise EmbodrlError(
+        f"a workflow has agents = {agents!r:.100}",
+        'name two or more, as in agents = ("proposer", "solver"); leave it out for one',
+        code="workflow-agents",
+    )
+
+
+def workflow_agents(path: str | None) -> tuple[str, ...]:
+    """Return the agents of the workflow at ``module:Class``, empty for None; raises as ``import_workflow``."""
+    return () if path is None else agents_of(import_workflow(path))
 
 
 def _is_part(name: str, module: str) -> bool:

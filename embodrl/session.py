@@ -14,7 +14,7 @@ from embodrl.api import ConfigLike, configured, torch_settings
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.learners.rollout import RolloutLearner
-from embodrl.names import import_object, label_of
+from embodrl.names import import_object, label_of, workflow_agents
 from embodrl.pipelines.walk import Walk
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.metrics_file import Row
@@ -133,8 +133,8 @@ class Session:
         While they run, ``evaluate`` is refused, and ``train``, too, unless ``runner.max_staleness`` is 1 or more.
 
         Raises:
-            EmbodrlError: there is no ``rollout.workflow``, other processes act, or rollouts ahead of training have the
-                environments (``session-episodes``).
+            EmbodrlError: there is no ``rollout.workflow``, or one of several agents, other processes act, or rollouts
+                ahead of training have the environments (``session-episodes``).
         """
         rollouts, config = self._learner.parts.rollouts, self.config
         if self._episodes is not None:
@@ -143,6 +143,8 @@ class Session:
         if config.rollout.workflow is None:
             problem = "there is no workflow that plays single episodes"
             hint = f"set rollout.workflow={_CHUNKS} and env.train.auto_reset=false"
+        elif workflow_agents(config.rollout.workflow):
+            problem, hint = "its workflow has several agents", "let rollout() play whole rollouts"
         elif not isinstance(rollouts, LocalBackend):
             problem, hint = "other processes act", "keep the default placement of rollout"
         elif config.env.enable_offload or config.rollout.enable_offload:

@@ -11,6 +11,7 @@ from embodrl.config.load import leaf_keys, load_config, load_run
 from embodrl.config.schema import Config
 from embodrl.config.yaml_text import flow
 from embodrl.errors import UsageError
+from embodrl.names import workflow_agents
 
 
 def summary(config: Config) -> str:
@@ -20,15 +21,17 @@ def summary(config: Config) -> str:
     algorithm = config.algorithm
     actor = config.actor
     chunks_an_env = config.rollout_chunks * algorithm.rollout_epoch
-    chunks = train.total_num_envs * chunks_an_env
+    agents = len(workflow_agents(config.rollout.workflow)) or 1
+    chunks = train.total_num_envs * chunks_an_env * agents
     steps = chunks * config.model.num_action_chunks
     updates = -(-chunks // actor.global_batch_size) * algorithm.update_epoch
     stages = config.rollout.pipeline_stages
+    of_each = f" and each of {agents} agents" if agents > 1 else ""
     processes = config.env.num_processes
     return "\n".join(
         [
             f"environments: {train.total_num_envs} in {processes} processes, {stages} pipeline stage(s)",
-            f"rollout:      {chunks_an_env} chunks of {config.model.num_action_chunks} actions per environment"
+            f"rollout:      {chunks_an_env} chunks of {config.model.num_action_chunks} actions per environment{of_each}"
             f" = {chunks} chunks, {steps} environment steps",
             f"update:       {updates} optimizer steps of up to {actor.global_batch_size} chunks",
             f"run:          {runner.max_iterations} iterations, {steps * runner.max_iterations} environment steps",

@@ -18,7 +18,7 @@ from embodrl.hybrid_engines.figures import ModelFigures
 from embodrl.hybrid_engines.training.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.names import import_object
+from embodrl.names import import_object, workflow_agents
 from embodrl.preflight.memory import memory_limit_bytes
 from embodrl.preflight.rollout_memory import kv_cache_bytes, recorded_bytes
 from embodrl.preflight.training_memory import estimate, token_counts
@@ -138,10 +138,9 @@ def gib(num_bytes: int) -> str:
 
 
 def chunks_of(config: Config) -> int:
-    """Return the chunks of an iteration, over all environments."""
-    train = config.env.train
-    steps = config.rollout_chunks
-    return train.total_num_envs * steps * config.algorithm.rollout_epoch
+    """Return the chunks of an iteration, over all environments and the agents of a workflow."""
+    rows = config.env.train.total_num_envs * (len(workflow_agents(config.rollout.workflow)) or 1)
+    return rows * config.rollout_chunks * config.algorithm.rollout_epoch
 
 
 def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from embodrl.config.protocol import ProtocolReport
 from embodrl.reporting.charts import histogram
@@ -66,6 +66,14 @@ class AxisFigures(OtherFigures):
     description: str
 
 
+class AgentFigures(TypedDict):
+    """Means of an agent of a workflow over the episodes in which it acted; None without one."""
+
+    success_rate: float | None
+    mean_return: float | None
+    mean_length: float | None
+
+
 class EvalContent(TypedDict):
     """Content of eval.json; rate and means are None without an episode."""
 
@@ -78,6 +86,7 @@ class EvalContent(TypedDict):
     episodes: int
     lost_episodes: int
     per_task: dict[str, float]
+    per_agent: NotRequired[dict[str, AgentFigures]]
     mean_return: float | None
     mean_length: float | None
     seed: int

@@ -16,6 +16,7 @@ from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.reporting.eval_grid import Tile, write_grid
 from embodrl.reporting.eval_report import (
+    AgentFigures,
     AxisFigures,
     EpisodeFigures,
     EvalContent,
@@ -110,7 +111,7 @@ class EvalDirectory:
         for record in result.records:
             by_task.setdefault(record.task, []).append(record)
         solved, some = sum(result.successes), result.episodes > 0  # JSON has no NaN: None without an episode
-        return {
+        content: EvalContent = {
             "success_rate": result.success_rate if some else None,
             "success_at_end": None if math.isnan(result.success_at_end) else result.success_at_end,
             "interval": wilson_interval(solved, result.episodes),
@@ -134,6 +135,9 @@ class EvalDirectory:
             "decodings": {name: _other(result, one) for name, one in result.by_decoding.items()},
             "per_episode": [EpisodeFigures(**vars(record)) for record in result.records],
         }
+        if result.per_agent:
+            content["per_agent"] = {agent: _agent(*figures) for agent, figures in result.per_agent.items()}
+        return content
 
     def _axis(self, name: str, plain: EvalResult, perturbed: EvalResult) -> AxisFigures:
         axis = ENVS.entry(self.config.env.env_type).axes[name]
@@ -253,6 +257,11 @@ def _task(records: list[EpisodeRecord]) -> TaskFigures:
         "episodes": len(records),
         "instruction": records[0].instruction,
     }
+
+
+def _agent(*figures: float) -> AgentFigures:
+    success, mean_return, length = (None if math.isnan(figure) else figure for figure in figures)
+    return {"success_rate": success, "mean_return": mean_return, "mean_length": length}
 
 
 def _other(first: EvalResult, other: EvalResult) -> OtherFigures:

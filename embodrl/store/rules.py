@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, path_kind, value_of
 from embodrl.config.rules.real_time import person_can_correct
+from embodrl.config.rules.rollout import agents_played
 from embodrl.config.schema import DEVICES, Config
 from embodrl.envs.robot.spec import EXPERT
 from embodrl.errors import StoreError
@@ -123,6 +124,7 @@ def training_from_a_store_is_possible(context: Context) -> Iterator[Finding]:
             yield Finding(key, f"training from a store {reason}", f"set it to {shown}", shown, others=(URL,))
     if not is_replayed:
         yield from _new_weights_come_in_time(config)
+        yield from _a_rollout_has_a_row_for_each_environment(config)
     if is_replayed and config.env.reward_mode == "potential" and config.model.num_action_chunks > 1:
         message = "is discounted by chunks in rollouts, and by actions in what collectors record"
         hint = "set model.num_action_chunks=1, or another reward"
@@ -139,6 +141,13 @@ def _new_weights_come_in_time(config: Config) -> Iterator[Finding]:
         message = f"weights reach the store with each checkpoint, but rollouts may be {most - 1} updates old at most"
         hint = f"set it to {most} or less, or raise runner.max_staleness"
         yield Finding("runner.save_interval", message, hint, f"1 to {most}", others=(URL, "runner.max_staleness"))
+
+
+def _a_rollout_has_a_row_for_each_environment(config: Config) -> Iterator[Finding]:
+    if agents := agents_played(config):
+        message = f"has the agents {', '.join(agents)}, but an update from a store counts environments by rows"
+        hint = "leave store.url out, or name a workflow of one agent"
+        yield Finding("rollout.workflow", message, hint, others=(URL,))
 
 
 @RULES.rule("store.intervention", "env.real_time", "env.env_type", "env.tasks", "algorithm.dagger")

@@ -68,6 +68,7 @@ class EvalResult:
         first_pictures: task -> SHA-256 over the images of the first observation of its first episode.
         decoding: decoding of these figures.
         decodings: results on the same episodes with other decodings.
+        per_agent: by agent of a workflow, over the episodes in which it acted, means of success, return and length.
     """
 
     success_rate: float
@@ -82,6 +83,7 @@ class EvalResult:
     first_pictures: dict[str, str] = field(default_factory=dict)
     decoding: Decoding = "greedy"
     decodings: dict[Decoding, EvalResult] = field(default_factory=dict["Decoding", "EvalResult"])
+    per_agent: dict[str, tuple[float, float, float]] = field(default_factory=dict[str, tuple[float, float, float]])
 
     @property
     def by_decoding(self) -> dict[Decoding, EvalResult]:
@@ -119,6 +121,9 @@ class EvalResult:
                 result[f"eval/success_rate_{decoding}"] = one.success_rate
         if len(self.per_task) > 1:
             result |= {f"eval/{task}/success_rate": rate for task, rate in self.per_task.items()}
+        for agent, figures in self.per_agent.items():
+            names = ("success_rate", "return", "episode_length")
+            result |= {f"eval/agent/{agent}/{name}": figure for name, figure in zip(names, figures, strict=True)}
         return result
 
 
@@ -131,6 +136,7 @@ class EpisodeResults:
             for success at the end if the environment does not report it.
         pictures: SHA-256 over the images of the first observation, for the first episode of each task; else "".
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
+        agents: by agent of a workflow, ``float64[n,3]``: success, return, length; NaN where it did not act.
     """
 
     outcome: NDArray[np.float64]
@@ -138,6 +144,7 @@ class EpisodeResults:
     pictures: list[str]
     env_s: float = 0.0
     policy_s: float = 0.0
+    agents: dict[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
 
 
 Played = dict[Decoding, EpisodeResults]
@@ -156,6 +163,10 @@ def _join(parts: Sequence[EpisodeResults], seconds: Callable[[Iterable[float]], 
         [text for part in parts for text in part.pictures],
         seconds(part.env_s for part in parts),
         seconds(part.policy_s for part in parts),
+        {
+            agent: np.concatenate([part.agents.get(agent, np.full((len(part.outcome), 3), np.nan)) for part in parts])
+            for agent in dict.fromkeys(agent for part in parts for agent in part.agents)
+        },
     )
 
 
@@ -508,6 +519,10 @@ def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> Eva
             tasks[number]: results.pictures[number] for number in range(min(len(tasks), len(results.pictures)))
         },
         decoding=decoding,
+        per_agent={
+            agent: (_mean(found[:, 0]), _mean(found[:, 1]), _mean(found[:, 2]))
+            for agent, found in results.agents.items()
+        },
     )
 
 

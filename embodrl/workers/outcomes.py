@@ -27,6 +27,7 @@ class EpisodeStats:
         returns, lengths: sums of rewards and of environment steps, over ``episodes``.
         solved_returns: sum of rewards over ``successes``.
         by_task: task -> [successes, episodes], for all tasks that could have been run.
+        by_agent: agent -> [episodes in which it acted, its successes, returns, actions], for a workflow's agents.
     """
 
     successes: int = 0
@@ -37,11 +38,12 @@ class EpisodeStats:
     solved_returns: float = 0.0
     lengths: int = 0
     by_task: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    by_agent: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
     @staticmethod
-    def of(tasks: Sequence[str]) -> EpisodeStats:
+    def of(tasks: Sequence[str], agents: Sequence[str] = ()) -> EpisodeStats:
         """Return zero counts."""
-        return EpisodeStats(by_task={task: [0, 0] for task in tasks})
+        return EpisodeStats(by_task={task: [0, 0] for task in tasks}, by_agent={agent: [0.0] * 4 for agent in agents})
 
     def add(self, step: EnvStep, acted: NDArray[np.bool_], tasks: Sequence[str]) -> None:
         """Count the chunk's ended episodes, lost ones only as lost; ``acted bool[B]`` ran ``tasks``."""
@@ -63,10 +65,17 @@ class EpisodeStats:
         successes, episodes = self.by_task.get(task, (0, 0))
         self.by_task[task] = [successes + success, episodes + 1]
 
+    def add_to_agent(self, agent: str, success: bool, episode_return: float, length: int) -> None:
+        """Count an episode in which an agent acted."""
+        added = (1, success, episode_return, length)
+        self.by_agent[agent] = [float(a + b) for a, b in zip(self.by_agent[agent], added, strict=True)]
+
     def merge(self, other: EpisodeStats) -> None:
         """Add the counts of another rollout."""
+        for agent, sums in other.by_agent.items():
+            self.by_agent[agent] = [a + b for a, b in zip(self.by_agent.get(agent, [0.0] * 4), sums, strict=True)]
         for name, value in vars(other).items():
-            if name != "by_task":
+            if name not in ("by_task", "by_agent"):
                 setattr(self, name, getattr(self, name) + value)
         for task, counts in other.by_task.items():
             self.by_task[task] = [a + b for a, b in zip(self.by_task.get(task, (0, 0)), counts, strict=True)]
@@ -76,7 +85,10 @@ class EpisodeStats:
         return asdict(self)
 
     def metrics(self) -> dict[str, float | None]:
-        """Return means over the ended episodes, also per task if there are several; None without ended episodes."""
+        """Return means over the ended episodes, also per task if there are several, and per agent of a workflow.
+
+        They are None without ended episodes.
+        """
         count = self.episodes
         started = self.episodes + self.cut
         failed = self.episodes - self.successes
@@ -95,6 +107,9 @@ class EpisodeStats:
             for task, (successes, episodes) in self.by_task.items():
                 result[f"rollout/{task}/success_rate"] = successes / episodes if episodes else None
                 result[f"rollout/{task}/episodes"] = float(episodes)
+        for agent, (episodes, *sums) in self.by_agent.items():
+            for name, value in zip(("success_rate", "return", "episode_length"), sums, strict=True):
+                result[f"rollout/agent/{agent}/{name}"] = value / episodes if episodes else None
         return result
 
 

@@ -13,6 +13,9 @@ PARTS, TWO_TASKS = "env.train.task_curriculum.parts", "env.tasks=[PushCube-v1,Pu
 OPD = ("algorithm=opd", "actor.optim.critic_warmup_iterations=0")
 EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
+AGENTS = "agents-have-rewards-of-their-own"
+TEAM = (f"{KEY}='two_agents:Pilots'", *EPISODES)
+
 # Cases do arithmetic with these, whatever the presets say.
 BASE = (
     "env.tasks=[PushCube-v1]",
@@ -210,6 +213,15 @@ RULES = [
     ),
     Wrong(
         "workflow that is none", KEY, "workflow-exists", (f"{KEY}='fractions:Fraction'", *EPISODES), names="run_episode"
+    ),
+    Wrong("workflow of one agent", KEY, "workflow-exists", (f"{KEY}='two_agents:Alone'", *EPISODES), names="first"),
+    Wrong("a function's reward of agents", "reward.fn", AGENTS, ("reward.fn='math:isfinite'", *TEAM)),
+    Wrong("SRPO of agents", "algorithm.srpo.enabled", AGENTS, ("algorithm.srpo.enabled=true", *TEAM)),
+    Wrong(
+        "agents of one function",
+        "rollout.agent",
+        AGENTS,
+        ("rollout.agent=builtins:slice", f"{KEY}='two_agents:Called'", *EPISODES),
     ),
     Wrong("workflow with auto-reset", "env.train.auto_reset", "workflows-play-single-episodes", (WORKFLOW,)),
     Wrong(

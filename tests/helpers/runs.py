@@ -84,7 +84,7 @@ def embodrl(
     *args: object,
     stop_at: str = "",
     children: Path | None = None,
-    search_path: Path | None = None,
+    search_path: Path | str | None = None,
     timeout_s: float = 480.0,
 ) -> Outcome:
     """Run the command line to its end; ``children`` gets the process ids that live when the signal is sent."""
@@ -109,7 +109,9 @@ def start(*args: object, search_path: Path | None = None) -> subprocess.Popen[st
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def environment(stop_at: str = "", children: Path | None = None, search_path: Path | None = None) -> dict[str, str]:
+def environment(
+    stop_at: str = "", children: Path | None = None, search_path: Path | str | None = None
+) -> dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("STOP_AT")}
     environ |= {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE), str(search_path or ""), os.environ.get("PYTHONPATH")])),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from expect import raises_code
 from runs import tiny
+from two_agents import Pilots
 
 import embodrl
 from embodrl.compat import areal
@@ -74,6 +75,8 @@ def test_episodes_come_as_they_end_and_none_begins_while_paused(tmp_path: Path) 
                 episodes.submit(given)
         with raises_code("workflow-class", EmbodrlError, "run_episode"):
             episodes.submit(None, object())  # pyright: ignore[reportArgumentType]
+        with raises_code("workflow-class", EmbodrlError, "several agents"):
+            episodes.submit(None, Pilots())
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -124,6 +127,7 @@ def test_groups_share_their_task_and_seed(tmp_path: Path) -> None:
     ("settings", "reason"),
     [
         (("rollout.workflow=null",), "no workflow"),
+        (("rollout.workflow=two_agents:Pilots",), "several agents"),
         (("rollout.own_process=true",), "other processes"),
         (("rollout.enable_offload=true",), "leave their memory"),
     ],

@@ -74,6 +74,66 @@ def test_a_run_is_evaluated_by_its_workflow_on_the_way_and_afterwards(tmp_path: 
         assert one == other | {"episode_return": pytest.approx(other["episode_return"], abs=1e-4)}
 
 
+AGENTS = ("env=toy", "model=mlp", "rollout.workflow=two_agents:Pilots", "runner.save_interval=1")
+AGENTS += ("env.train.total_num_envs=8", "env.num_processes=2", "env.eval.num_episodes=4")
+AGENTS += ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=4", "model.num_action_chunks=1")
+AGENTS += ("env.max_episode_steps=4",)
+
+
+def agents_trained(run_dir: Path, *more: str) -> list[dict[str, Any]]:
+    done = embodrl("train", *AGENTS, "runner=debug", *more, f"runner.output_dir={run_dir}")
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    played = [row for row in rows if row["iteration"]]
+    assert played
+    for row in played:
+        assert row["rollout/agent/second/return"] > row["rollout/agent/first/return"] + 5  # type: ignore[operator]
+        assert row["workflow/failed_episodes"] == 0 and row["train/num_updates"]
+    return rows
+
+
+@pytest.mark.slow
+def test_two_agents_continue_where_they_stopped(tmp_path: Path) -> None:
+    whole = agents_trained(tmp_path / "whole", "runner.max_iterations=2")
+    agents_trained(tmp_path / "half", "runner.max_iterations=1")
+    done = embodrl("resume", tmp_path / "half", "runner.max_iterations=2")
+    assert done.code == 0, done.stderr
+    half = metrics(tmp_path / "half")
+    assert [row["env_steps"] for row in half] == [row["env_steps"] for row in whole] and half[-1]["iteration"] == 2
+    for name in ("rollout/return", "rollout/agent/first/return", "rollout/agent/second/return", "train/value_loss"):
+        # The sizes of the batches, which rounding depends on, vary with a workflow.
+        assert half[-1][name] == pytest.approx(whole[-1][name], rel=1e-3), name
+
+
+@pytest.mark.slow
+def test_two_agents_train_in_two_processes_and_are_evaluated(tmp_path: Path) -> None:
+    rows = agents_trained(
+        tmp_path / "run", "algorithm=grpo", "algorithm.group_size=2", *AGENTS, TWO, "runner.max_iterations=1"
+    )
+    evaluated = {name: rows[-1][f"eval/agent/{name}/return"] for name in ("first", "second")}
+    assert evaluated["first"] + 5 < evaluated["second"]
+    assert evaluated["first"] < rows[-1]["eval/return"] < evaluated["second"]
+    done = embodrl("eval", tmp_path / "run", "--output", tmp_path / "eval")
+    assert done.code == 0, done.stderr
+    agents = json.loads((tmp_path / "eval" / "eval.json").read_text())["per_agent"]
+    assert agents.keys() == {"first", "second"} and agents["first"]["mean_length"] > 0
+
+
+def test_the_agents_of_the_example_train(tmp_path: Path) -> None:
+    examples = HERE.parents[1] / "examples"
+    size = ("env.train.total_num_envs=16", "env.num_processes=2", "env.eval.num_episodes=8", "env.pin_cpus=false")
+    run_dir = tmp_path / "run"
+    order = ("--config", examples / "agents" / "config.yaml", f"runner.output_dir={run_dir}", "runner.max_iterations=2")
+    done = embodrl("train", *order, *size, search_path=f"{examples / 'agents'}:{examples / 'planner'}")
+    assert done.code == 0, done.stderr
+    rows = metrics(run_dir)
+    assert [row["iteration"] for row in rows] == [0, 1, 2] and rows[2]["train/num_updates"]
+    for name in ("guide", "driver"):
+        assert rows[2][f"rollout/agent/{name}/success_rate"] == rows[2]["rollout/success_rate"]
+        assert rows[2][f"rollout/agent/{name}/episode_length"] == 1
+    assert rows[2]["eval/episode_length"] == 2 and rows[2]["workflow/failed_episodes"] == 0
+
+
 @pytest.mark.slow
 def test_two_processes_play_the_episodes_of_one(tmp_path: Path) -> None:
     """Every episode has its own random numbers, whichever process plays it, before and after an update."""

@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from embodrl.config.rules.base import Context, path_kind, rule
+from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError
-from embodrl.names import import_function, import_workflow
+from embodrl.names import import_function, import_workflow, workflow_agents
 from embodrl.rule_set import Finding
 
 KEY = "rollout.workflow"
@@ -18,6 +19,14 @@ AGENT_CALL = "agent(base_url, api_key, task)"
 AGENT_WORKFLOW = "embodrl.workers.workflows.agent:AgentWorkflow"
 BACKEND = "rollout.backend"
 NATIVE = "set rollout.backend=native"
+
+
+def agents_played(config: Config) -> tuple[str, ...]:
+    """Return the agents of the workflow; empty for one, or if ``workflow_exists`` refuses it."""
+    try:
+        return workflow_agents(config.rollout.workflow)
+    except EmbodrlError:
+        return ()
 
 
 @rule(KEY)
@@ -57,6 +66,24 @@ def agents_have_their_workflow(context: Context) -> Iterator[Finding]:
         yield Finding(AGENT, error.message, hint, "module:function")
     except TypeError as error:
         yield Finding(AGENT, f"can't be called as {AGENT_CALL}: {error}", "give it these parameters")
+
+
+@rule(KEY, AGENT, "reward.fn", "algorithm.srpo.enabled")
+def agents_have_rewards_of_their_own(context: Context) -> Iterator[Finding]:
+    """What rewards or plays a whole episode can't tell the agents of a workflow from each other."""
+    config = context.config
+    agents = agents_played(config)
+    if not agents:
+        return
+    hint = "leave it out: the workflow rewards each agent (Trajectory.add_reward)"
+    message = f"judges episodes, and can't tell the agents {', '.join(agents)} from each other"
+    if config.reward.fn is not None:
+        yield Finding("reward.fn", message, hint, "null", others=(KEY,))
+    if config.algorithm.srpo.enabled:
+        yield Finding("algorithm.srpo.enabled", message, hint, "false", others=(KEY,))
+    if config.rollout.agent is not None:
+        message = f"is one function, and {KEY}={config.rollout.workflow} has the agents {', '.join(agents)}"
+        yield Finding(AGENT, message, "leave `agents` out of the workflow", "null", others=(KEY,))
 
 
 @rule(KEY, "env.train.auto_reset", "rollout.pipeline_stages", "runner.max_staleness")

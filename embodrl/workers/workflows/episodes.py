@@ -19,7 +19,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine
-from embodrl.names import nearest
+from embodrl.names import agents_of, nearest
 from embodrl.workers.lockstep import Seconds, shard_meta
 from embodrl.workers.workflows.async_pool import AsyncPool
 from embodrl.workers.workflows.runner import WorkflowRunner
@@ -84,13 +84,19 @@ class EpisodePlayer:
 
         Raises:
             EmbodrlError: there is no such task (``task-unknown``), or the seed is no integer from 0 on
-                (``episode-seed``), or the workflow is none (``workflow-class``).
+                (``episode-seed``), or the workflow is none or has several agents (``workflow-class``).
             TaskQueueFull: too many episodes wait.
         """
         if workflow is not None and not inspect.iscoroutinefunction(getattr(workflow, "run_episode", None)):
             raise EmbodrlError(
                 f"{workflow!r:.60} has no `async def run_episode(self, engine, env, task)`",
                 "give an object of a subclass of embodrl.RolloutWorkflow",
+                code="workflow-class",
+            )
+        if workflow is not None and agents_of(workflow):
+            raise EmbodrlError(
+                f"{type(workflow).__name__} has several agents, and a submitted episode has one trajectory",
+                "train it by rollout.workflow, or give a workflow without `agents`",
                 code="workflow-class",
             )
         data = {"task": task} if isinstance(task, str) else dict(task or {})
@@ -150,7 +156,7 @@ class EpisodePlayer:
         total = Seconds(self._pool.busy_s(), self._engine.busy_s)
         seconds = Seconds(total.env - self._counted.env, total.policy - self._counted.policy)
         self._counted = total
-        batch.meta = shard_meta(batch, runner.count(found), seconds) | {
+        batch.meta = shard_meta(batch, runner.count([each and (each,) for each in found]), seconds) | {
             "counts": {
                 "workflow/failed_episodes": failed,
                 "workflow/rejected_episodes": found.count(None) - failed,
@@ -184,7 +190,8 @@ class EpisodePlayer:
     async def _play(self, task: EpisodeTask, number: int, workflow: RolloutWorkflow | None) -> Trajectory | None:
         env = self._free.popleft()  # there is one for each running task
         try:
-            return await self._runner.run_episode(self._engine.for_episode(number), env, task, workflow)
+            played = await self._runner.run_episode(self._engine.for_episode(number), env, task, workflow)
+            return None if played is None else played[0]
         finally:
             await env.close()
             self._free.append(env)

@@ -15,7 +15,8 @@ from embodrl.types import Decoding, Observation
 from embodrl.workers.evaluator import Evaluator, ResultRecorder
 from embodrl.workers.workflows.async_pool import AsyncPool, PoolEnvironment
 from embodrl.workers.workflows.runner import Tally, WorkflowRunner
-from embodrl.workers.workflows.workflow import EpisodeTask, Trajectory
+from embodrl.workers.workflows.team import Played, acted, is_lost, outcome_of
+from embodrl.workers.workflows.workflow import EpisodeTask
 
 WavePlayer = Callable[[NDArray[np.int64], ResultRecorder], None]
 """Plays episodes ``int64[n]`` in the first n environments."""
@@ -55,10 +56,12 @@ class WorkflowEvaluator(Evaluator):
         recorder.results.env_s += pool.busy_s()
         recorder.results.policy_s += engine.busy_s
         tally = Tally()
-        trajectories = runner.sort(results, tally)
+        for agent in runner.agents:
+            recorder.results.agents.setdefault(agent, np.full((len(recorder.results.outcome), 3), np.nan))
+        episodes = runner.sort(results, tally)
         if tally.failed == len(results) and np.isnan(recorder.results.outcome[:, 0]).all():
             raise runner.nothing_left(tally) from tally.first_error
-        _keep(trajectories, recorder)
+        _keep(episodes, recorder, runner.agents)
 
     def _tasks(self, wave: NDArray[np.int64]) -> list[EpisodeTask]:
         config = self.config
@@ -89,17 +92,19 @@ class _First:
                 await self._environment.call("start_video", path=str(path))
 
 
-def _keep(trajectories: Sequence[Trajectory | None], recorder: ResultRecorder) -> None:
+def _keep(episodes: Sequence[Played | None], recorder: ResultRecorder, agents: Sequence[str]) -> None:
     """Keep the outcomes of the episodes in the first environments that neither failed nor were lost."""
+    known = {row: played for row, played in enumerate(episodes) if played is not None and not is_lost(played)}
     success = np.zeros(recorder.pool.spec.num_envs, np.bool_)
     asked: list[int] = []
-    for row, trajectory in enumerate(trajectories):
-        if trajectory is not None and trajectory.success:
-            success[row] = True
-            if not trajectory.chunks[-1].terminated.any():
-                asked.append(row)
+    for row, played in known.items():
+        success[row] = outcome_of(played).success
+        if success[row] and not any(trajectory.chunks[-1].terminated.any() for trajectory in acted(played)):
+            asked.append(row)
     at_end = recorder.solved_at_end(success, np.array(asked, np.int64))
-    for row, trajectory in enumerate(trajectories):
-        if trajectory is not None and not trajectory.lost:
-            found = (float(trajectory.success), trajectory.total_reward, float(trajectory.num_actions), at_end[row])
-            recorder.keep(row, found)
+    for row, played in known.items():
+        success_here, episode_return, length = outcome_of(played)
+        recorder.keep(row, (float(success_here), episode_return, float(length), at_end[row]))
+        for agent, trajectory in zip(agents, played, strict=True) if agents else ():
+            if trajectory.chunks:
+                recorder.results.agents[agent][recorder.places[row]] = outcome_of((trajectory,))

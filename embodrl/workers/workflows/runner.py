@@ -21,7 +21,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EpisodeTimeout, WorkflowError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
-from embodrl.names import import_function, import_workflow
+from embodrl.names import agents_of, import_function, import_workflow
 from embodrl.specs import LOSSES
 from embodrl.workers.collector import WHOLE, Metrics, Share, Snapshot, SyncCollector
 from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, ShardMeta, meta_of, shard_meta
@@ -29,13 +29,8 @@ from embodrl.workers.recorders import NOT_JUDGED, Judging
 from embodrl.workers.workflows.agent import AgentWorkflow
 from embodrl.workers.workflows.async_pool import AsyncPool
 from embodrl.workers.workflows.task_runner import AsyncTaskRunner, TaskResult
-from embodrl.workers.workflows.workflow import (
-    BEYOND_REPAIR,
-    EpisodeTask,
-    RolloutWorkflow,
-    Trajectory,
-    stack_trajectories,
-)
+from embodrl.workers.workflows.team import Played, checked, columns_of, count
+from embodrl.workers.workflows.workflow import BEYOND_REPAIR, EpisodeTask, RolloutWorkflow, stack_trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -83,13 +78,14 @@ class WorkflowRunner:
             if isinstance(workflow, AgentWorkflow) and config.rollout.agent is not None:
                 workflow.agent = import_function(config.rollout.agent)
         self.workflow: RolloutWorkflow = workflow
+        self.agents = agents_of(workflow)
         self.num_envs = pool.spec.num_envs
         self.num_steps = config.rollout_chunks
         self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self.bootstrap = self.needs_values and config.algorithm.bootstrap_type == "truncation"
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
-        """Return the episodes of a shard.
+        """Return the episodes of a shard: a column for each, or for each agent of each.
 
         If all of them were rejected, the shard runs again, up to ``MAX_ATTEMPTS`` times in all: with other random
         numbers, and from other initial states unless ``env.train.use_fixed_reset_state_ids``. All attempts are counted.
@@ -103,13 +99,14 @@ class WorkflowRunner:
         tally = Tally()
         while True:
             failed = tally.failed
-            trajectories, means = self._attempt(self._redrawn(shard, tally.attempts), should_stop, tally)
-            if any(trajectories):
+            episodes, means = self._attempt(self._redrawn(shard, tally.attempts), should_stop, tally)
+            if any(episodes):
                 break
             if tally.attempts == MAX_ATTEMPTS or tally.failed - failed == self.num_envs:
                 raise self.nothing_left(tally) from tally.first_error
-        batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
-        batch.meta = shard_meta(batch, self.count(trajectories), tally.seconds) | {
+        columns, groups = columns_of(episodes, len(self.agents) or 1, shard.group_id)
+        batch = stack_trajectories(columns, self.num_steps, groups, self.bootstrap, self.keep_frames)
+        batch.meta = shard_meta(batch, self.count(episodes), tally.seconds) | {
             "counts": {"workflow/failed_episodes": tally.failed, "workflow/rejected_episodes": tally.rejected},
             "means": means,
         }
@@ -133,8 +130,8 @@ class WorkflowRunner:
 
     def _attempt(
         self, shard: Shard, should_stop: Callable[[], bool], tally: Tally
-    ) -> tuple[list[Trajectory | None], dict[str, float]]:
-        """Return the trajectories, None where an episode failed or was rejected, and means for the metrics."""
+    ) -> tuple[list[Played | None], dict[str, float]]:
+        """Return the episodes, None where an episode failed or was rejected, and means for the metrics."""
         names = self.pool.spec.tasks
         episodes = [
             EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration, self.keep_frames)
@@ -172,19 +169,19 @@ class WorkflowRunner:
 
     async def run_episode(
         self, engine: EpisodeEngine, env: Environment, task: EpisodeTask, workflow: RolloutWorkflow | None = None
-    ) -> Trajectory | None:
+    ) -> Played | None:
         """Return what a workflow makes of an episode, checked; None uses the runner's workflow.
 
         Raises:
             EpisodeTimeout: it took longer than ``rollout.episode_timeout_s``.
-            WorkflowError: it returned no trajectory, or one that is too long.
+            WorkflowError: it returned no trajectory, not those of its agents, or one that is too long.
         """
         workflow = workflow or self.workflow
         limit = self.config.rollout.episode_timeout_s
         clock = asyncio.timeout(limit)
         try:
             async with clock:
-                trajectory = await workflow.run_episode(engine, env, task)
+                returned = await workflow.run_episode(engine, env, task)
         except TimeoutError as error:
             if not clock.expired():
                 raise  # raised by the workflow itself
@@ -192,19 +189,7 @@ class WorkflowRunner:
                 f"an episode took more than {limit:g} s",
                 "find the call that it waits for, or raise rollout.episode_timeout_s (null: no limit)",
             ) from error
-        if trajectory is not None and (not isinstance(trajectory, Trajectory) or not trajectory.chunks):
-            raise WorkflowError(
-                f"{type(workflow).__name__}.run_episode returned {trajectory!r:.100}",
-                "return a Trajectory with at least one chunk, or None to reject the episode",
-                code="workflow-trajectory",
-            )
-        if trajectory is not None and len(trajectory.chunks) > task.max_chunks:
-            raise WorkflowError(
-                f"an episode has {len(trajectory.chunks)} chunks; the limit is {task.max_chunks}",
-                "stop at task.max_chunks; in training env.train.max_steps_per_rollout_epoch sets it",
-                code="workflow-trajectory",
-            )
-        return trajectory
+        return None if returned is None else checked(returned, agents_of(workflow), task, type(workflow).__name__)
 
     def _wait(self, runner: AsyncTaskRunner, count: int, should_stop: Callable[[], bool]) -> list[TaskResult]:
         results: list[TaskResult] = []
@@ -214,22 +199,22 @@ class WorkflowRunner:
             results += runner.wait(count - len(results), _POLL_S)
         return sorted(results, key=lambda result: int(result.id))
 
-    def sort(self, results: list[TaskResult], tally: Tally) -> list[Trajectory | None]:
-        """Return the trajectories, None where an episode failed or was rejected; count both."""
+    def sort(self, results: list[TaskResult], tally: Tally) -> list[Played | None]:
+        """Return the episodes, None where an episode failed or was rejected; count both."""
         errors = [result.exception for result in results if result.exception is not None]
         for error in errors:
             if isinstance(error, BEYOND_REPAIR):
                 raise error
-        trajectories = [result.value if result.status == "ok" else None for result in results]
+        episodes = [result.value if result.status == "ok" else None for result in results]
         failed = sum(result.status != "ok" for result in results)
         tally.attempts += 1
         tally.episodes += len(results)
         tally.failed += failed
-        tally.rejected += trajectories.count(None) - failed
+        tally.rejected += episodes.count(None) - failed
         tally.first_error = tally.first_error or next(iter(errors), None)
         if errors and failed < len(results):
             logger.warning("%d of %d episodes failed", len(errors), len(results), exc_info=errors[0])
-        return trajectories
+        return episodes
 
     def nothing_left(self, tally: Tally) -> WorkflowError:
         error = tally.first_error
@@ -240,26 +225,15 @@ class WorkflowRunner:
             f"fix {self.config.rollout.workflow or type(self.workflow).__name__}",
         )
 
-    def count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
+    def count(self, episodes: Sequence[Played | None]) -> EpisodeStats:
         """Return what is known of the episodes."""
-        stats = EpisodeStats.of(self.pool.spec.tasks)
-        for trajectory in trajectories:
-            if trajectory is None:
-                continue
-            if trajectory.lost:
-                stats.lost += 1
-            elif trajectory.done or len(trajectory.chunks) < self.num_steps:
-                stats.episodes += 1
-                stats.successes += trajectory.success
-                stats.add_to_task(trajectory.task.name, trajectory.success)
-                stats.returns += trajectory.total_reward
-                stats.solved_returns += trajectory.total_reward * trajectory.success
-                stats.lengths += trajectory.num_actions
-        return stats
+        return count(episodes, self.pool.spec.tasks, self.agents, self.num_steps)
 
 
 class WorkflowCollector(SyncCollector):
     """Gathers like ``SyncCollector``, but ``rollout.workflow`` runs the episodes, one per environment.
+
+    The batch has a column for each episode, or for each agent of each.
 
     Args:
         pool: started pool, without auto-reset.

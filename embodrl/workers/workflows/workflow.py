@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -158,6 +158,16 @@ class Trajectory:
                 chunk.rewards[int(chunk.valid.nonzero()[-1])] += reward
                 return
 
+    def end(self, result: ToolResult) -> None:
+        """End with another agent's action: the last executed one gets the success and the end of its result."""
+        for chunk in reversed(self.chunks):
+            if chunk.valid.any():
+                last = int(chunk.valid.nonzero()[-1])
+                chunk.success = result.success
+                chunk.terminated[last] = bool(result.terminated.any())
+                chunk.truncated[last] = bool(result.truncated.any())
+                return
+
     async def finish(self, engine: EpisodeEngine, observation: Observation | Sequence[Message]) -> None:
         """Compute ``end_value`` if it matters: call once, with the last observation, or the conversation so far."""
         last = self.chunks[-1] if self.chunks else None
@@ -193,10 +203,18 @@ class RolloutWorkflow(ABC):
     """Defines how an episode runs: subclass it and set ``rollout.workflow=module:Class``; no constructor arguments.
 
     One instance runs all episodes concurrently: keep per-episode state inside ``run_episode``.
+
+    Attributes:
+        agents: names of the agents that act in an episode, all with the run's policy; empty for a single one. They are
+            known by what they observe or read, and trained alike, each on its own trajectory.
     """
 
+    agents: ClassVar[tuple[str, ...]] = ()
+
     @abstractmethod
-    async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
+    async def run_episode(
+        self, engine: EpisodeEngine, env: Environment, task: EpisodeTask
+    ) -> Trajectory | Mapping[str, Trajectory] | None:
         """Run one episode.
 
         Blocking calls hold up all the others: wrap them in ``asyncio.to_thread``.
@@ -207,7 +225,8 @@ class RolloutWorkflow(ABC):
             task: the episode to run.
 
         Returns:
-            the trajectory, or None to reject the episode: it is counted and not trained on.
+            the trajectory; with ``agents``, one by name for each of them, without chunks if it had no turn. None
+            rejects the episode: it is counted and not trained on.
         """
 
 

@@ -272,6 +272,7 @@ def test_a_ledger_by_hand() -> None:
         ("algorithm.branch.enabled", ("algorithm.branch.enabled=true", "algorithm.group_size=2")),
         ("env.train.failed_seed_fraction", ("env.train.failed_seed_fraction=0.5",)),
         ("rollout.pipeline_stages", ("rollout.pipeline_stages=2", "env.num_processes=2")),
+        ("rollout.workflow", ("rollout.workflow=two_agents:Pilots", "env.train.auto_reset=false")),
     ],
 )
 def test_what_does_not_go_with_rollouts_of_others_is_refused(key: str, settings: tuple[str, ...]) -> None:
