@@ -303,6 +303,19 @@ def test_the_planner_of_the_example_trains(tmp_path: Path) -> None:
         assert 1 <= rows[2]["eval/episode_length"] <= 2  # type: ignore[operator]
 
 
+def test_the_web_agent_of_the_example_trains(tmp_path: Path) -> None:
+    """Every episode has a message that reads, and one that answers."""
+    example = HERE.parents[1] / "examples" / "web_agent"
+    size = ("env.train.total_num_envs=16", "env.eval.num_episodes=8", "runner.max_iterations=2", "env.pin_cpus=false")
+    order = ("--config", example / "config.yaml", f"runner.output_dir={tmp_path}", *size)
+    done = embodrl("train", *order, search_path=example)
+    assert done.code == 0, done.stderr
+    rows = metrics(tmp_path)
+    assert [row["iteration"] for row in rows] == [0, 1, 2] and rows[2]["train/num_updates"]
+    assert rows[2]["workflow/failed_episodes"] == 0 and rows[2]["train/grad_norm"]
+    assert rows[2]["env_steps"] == 2 * 16 * 2 and rows[2]["eval/episodes"] == 8 and rows[2]["eval/episode_length"] == 2
+
+
 def test_a_language_model_behind_a_server_is_evaluated(tmp_path: Path) -> None:
     """The server always calls for red: that solves one of two tasks, in one message; the other one has two."""
     example = HERE.parents[1] / "examples" / "planner"
