@@ -27,12 +27,16 @@ _MLFLOW_PARAMS = 100
 _MLFLOW_PARAM_CHARS = 500
 _MLFLOW_METRICS = 1000
 """Limits of one call of MLflow, and of one parameter."""
+_MLFLOW_WAITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
+"""Where the user has set none: with its own, a server that does not answer stops the run for 16 minutes."""
 _NOT_OF_MLFLOW = re.compile(r"[^\w.:/ -]", re.ASCII)
 _SWANLAB_ID = 21, string.ascii_lowercase + string.digits
 
 
 class MlflowTracker:
     """A run of MLflow, in ``RUN/mlflow`` or on the server of ``MLFLOW_TRACKING_URI``; its id is in ``mlflow_id.txt``.
+
+    A request to a server that is away fails after about a minute, or as MLflow's own variables say.
 
     Raises:
         MissingDependencyError: the package is not installed.
@@ -47,6 +51,8 @@ class MlflowTracker:
         directory = (run_dir / "mlflow").absolute()
         local: dict[str, str] = {}
         uri = os.environ.get("MLFLOW_TRACKING_URI")
+        for name, value in _MLFLOW_WAITS.items():
+            os.environ.setdefault(name, value)
         if config.mlflow_mode == "offline":
             directory.mkdir(parents=True, exist_ok=True)
             uri, local = f"sqlite:///{directory / MLFLOW_DATABASE}", {"artifact_location": directory.as_uri()}

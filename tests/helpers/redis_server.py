@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,3 +55,26 @@ def redis_server(directory: Path, *options: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def redis_cluster(directory: Path, masters: int = 3) -> Iterator[str]:
+    """Run a cluster; yield ``redis://HOST:PORT/0`` of its first node."""
+    command = shutil.which("redis-cli")
+    if command is None:
+        pytest.skip("redis-cli is not installed")
+    with ExitStack() as stack:
+        nodes: list[str] = []
+        for number in range(masters):
+            place = directory / f"node-{number}"
+            place.mkdir()
+            with socket.create_server(("127.0.0.1", 0)) as free:  # the default is 10000 above the other port
+                bus = free.getsockname()[1]
+            url = stack.enter_context(redis_server(place, "--cluster-enabled", "yes", "--cluster-port", str(bus)))
+            nodes.append(url.removeprefix("redis://").removesuffix("/0"))
+        subprocess.run([command, "--cluster", "create", *nodes, "--cluster-yes"], check=True, stdout=subprocess.DEVNULL)
+        first = nodes[0].rpartition(":")[2]
+        state = [command, "-p", first, "cluster", "info"]
+        while "cluster_state:ok" not in subprocess.run(state, check=True, capture_output=True, text=True).stdout:
+            time.sleep(0.05)
+        yield f"redis://{nodes[0]}/0"

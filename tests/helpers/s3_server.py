@@ -10,8 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import pytest
 
 
 def _end(one: socket.socket) -> None:
@@ -85,3 +88,20 @@ class S3Server:
         self.process.kill()
         self.process.wait()
         self.log.close()
+
+
+@contextmanager
+def s3_bucket(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """Run a server with the empty bucket ``s3://bucket``, and set the variables of its clients."""
+    for name in ("moto.server", "s3fs", "flask"):
+        pytest.importorskip(name)
+    import boto3
+
+    server = S3Server(directory)
+    try:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield server
+    finally:
+        server.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from redis_server import fake_redis, redis_server
+from redis_server import fake_redis, redis_cluster, redis_server
 from tcp_proxy import TcpProxy
 
 from embodrl.storage.checkpoint import CheckpointManager
@@ -101,9 +101,10 @@ def test_a_server_acts_for_the_environments_of_a_run(tmp_path: Path) -> None:
     assert len(versions) > 1, "the server took new weights"
 
 
-@pytest.fixture(params=["fake", "server"])
+@pytest.fixture(params=["fake", "server", "cluster"])
 def redis_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    with fake_redis() if request.param == "fake" else redis_server(tmp_path) as address:
+    servers = {"fake": fake_redis, "server": lambda: redis_server(tmp_path), "cluster": lambda: redis_cluster(tmp_path)}
+    with servers[request.param]() as address:
         yield Store(f"{address}/run")
 
 

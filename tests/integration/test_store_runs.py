@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import runs
-from s3_server import S3Server
+from s3_server import S3Server, s3_bucket
 
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.store.parts import DONE, RESULTS
@@ -75,18 +75,8 @@ def place(request, tmp_path, monkeypatch):
     if request.param == "directory":
         yield Disk(tmp_path)
         return
-    for name in ("moto.server", "s3fs", "flask"):
-        pytest.importorskip(name)
-    import boto3
-
-    server = S3Server(tmp_path)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    try:
-        boto3.client("s3").create_bucket(Bucket="bucket")
+    with s3_bucket(tmp_path, monkeypatch) as server:
         yield Bucket(server)
-    finally:
-        server.close()
 
 
 class Role:

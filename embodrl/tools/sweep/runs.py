@@ -440,14 +440,16 @@ def submit_to_slurm(sweep: Sweep) -> str:
 def slurm_script(sweep: Sweep) -> str:
     """Return the job script of the unfinished runs."""
     waiting = sweep.unfinished()
+    logs = str(sweep.directory / LOGS).replace("%", "%%")
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --job-name={sweep.directory.name}",
+        f"#SBATCH --job-name={shlex.quote(sweep.directory.name)}",
         f"#SBATCH --array={','.join(map(str, waiting))}%{sweep.jobs}",
-        f"#SBATCH --output={sweep.directory / LOGS}/slurm-%A_%a.log",
+        f"#SBATCH --output={shlex.quote(logs)}/slurm-%A_%a.log",
+        "#SBATCH --open-mode=append",
         "#SBATCH --requeue",
-        "#SBATCH --signal=TERM@60",
-        *(f"#SBATCH {option}" for option in sweep.slurm),
+        "#SBATCH --signal=B:TERM@60",  # B: otherwise only what srun starts gets it, which is nothing
+        *(f"#SBATCH {shlex.quote(option)}" for option in sweep.slurm),
         "",
         f"cd {shlex.quote(str(Path.cwd()))}",
         "case $SLURM_ARRAY_TASK_ID in",
@@ -456,7 +458,7 @@ def slurm_script(sweep: Sweep) -> str:
         path = shlex.quote(str(sweep.path(index)))
         lines += [
             f"{index})",
-            f"  if compgen -G {path}'/checkpoints/step_*' > /dev/null; then",
+            f"  if compgen -G {path}'/checkpoints/step_*' > /dev/null || [ -f {path}/{METRICS_FILE} ]; then",
             f"    exec {shlex.join([*_EMBODRL, 'resume', *['--trust'] * sweep.trust, str(sweep.path(index))])}",
             "  fi",
             f"  exec {shlex.join(sweep.command(index))} ;;",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import runs
+import yaml
 from expect import raises_code
 
 from embodrl.config import load_config
@@ -53,6 +57,15 @@ class FakeClient:
 
 
 CALLS: list[tuple[str, Any]] = []
+WAITS = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables are unset, and what a tracker sets ends with the test."""
+    for name in WAITS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -92,6 +105,27 @@ def test_mlflow_online_is_the_server_of_its_own_variable(mlflow: list[Any], tmp_
     play(tmp_path, MLFLOW.model_copy(update={"mlflow_mode": "online"}), 1)
     assert dict(mlflow)["client"] == "http://tracking:5000" and dict(mlflow)["experiment"] == ("push", None)
     assert not (tmp_path / "mlflow").exists()
+
+
+def test_mlflow_waits_for_a_server_as_long_as_the_user_says_or_about_a_minute(
+    mlflow: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WAITS[0], "9")
+    play(tmp_path, MLFLOW.model_copy(update={"mlflow_mode": "online"}), 1)
+    assert [os.environ[name] for name in WAITS] == ["9", "15"]
+
+
+def test_mlflow_itself_gives_up_on_a_server_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://{address}")
+    monkeypatch.setattr(trackers, "_MLFLOW_WAITS", {WAITS[0]: "1", WAITS[1]: "2"})
+    play(tmp_path, MLFLOW.model_copy(update={"mlflow_mode": "online"}), 1)
+    assert "MLflow is disabled for this run" in caplog.text and "Retry(total=0" in caplog.text
+    assert "Retry(total=1" not in caplog.text and (tmp_path / "metrics.jsonl").read_text().count("\n") == 1
 
 
 @pytest.mark.parametrize("mode", ["offline", "online"])
@@ -180,4 +214,34 @@ def test_mlflow_itself_has_what_was_logged(tmp_path: Path) -> None:
 def test_swanlab_itself_writes_into_the_run(tmp_path: Path) -> None:
     pytest.importorskip("swanlab")
     play(tmp_path, SWANLAB, 1)
-    assert list((tmp_path / "swanlab").glob("run-*"))
+    (written,) = (tmp_path / "swanlab").glob("run-*/backup.swanlab")
+    content = written.read_bytes()
+    assert all(text in content for text in (b'"key": "a/b"', b'"data": 0.5', b'"step": 1'))
+    (settings,) = (tmp_path / "swanlab").glob("run-*/files/config.yaml")
+    assert yaml.safe_load(settings.read_text())["runner"]["value"]["seed"] == 1
+
+
+@pytest.mark.parametrize("name", ["mlflow", "swanlab"])
+def test_a_run_arrives_in_the_package_itself(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name)
+    run_dir = tmp_path / "mine"
+    argument = f"runner.logger.{name}_mode=offline"
+    done = runs.embodrl(
+        "train",
+        "env=toy",
+        "model=mlp",
+        "runner=debug",
+        "runner.max_iterations=2",
+        f"runner.output_dir={run_dir}",
+        argument,
+    )
+    assert done.code == 0, done.stderr
+    losses = [row["train/policy_loss"] for row in runs.metrics(run_dir)]
+    if name == "swanlab":
+        (written,) = (run_dir / "swanlab").glob("run-*/backup.swanlab")
+        assert all(f'"data": {loss}'.encode() in written.read_bytes() for loss in losses)
+        return
+    client = pytest.importorskip("mlflow").MlflowClient(f"sqlite:///{run_dir / 'mlflow' / 'mlflow.db'}")
+    run = client.get_run((run_dir / "mlflow_id.txt").read_text().strip())
+    assert [each.value for each in client.get_metric_history(run.info.run_id, "train/policy_loss")] == losses
+    assert run.data.params["runner.max_iterations"] == "2" and run.info.status == "FINISHED"

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from redis_server import fake_redis
+from s3_server import s3_bucket
 
 from embodrl.data.demos import ACTED_BY, EXECUTED, LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, DemoEpisode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
@@ -87,8 +88,12 @@ def columns(directory) -> dict:
     return floats | {TERMINATED: table.vectors(TERMINATED, 1), POLICY_VERSION: table.integers(POLICY_VERSION)}
 
 
-@pytest.fixture(params=["directory", "redis"])
-def url(request, tmp_path):
+@pytest.fixture(params=["directory", "redis", "s3"])
+def url(request, tmp_path, monkeypatch):
+    if request.param == "s3":
+        with s3_bucket(tmp_path, monkeypatch):
+            yield "s3://bucket/store"
+        return
     with fake_redis() if request.param == "redis" else nullcontext(tmp_path) as found:
         yield f"{found}/store"
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from expect import raises_code
-from redis_server import fake_redis, redis_server
+from redis_server import fake_redis, redis_cluster, redis_server
 
 from embodrl.config import load_config
 from embodrl.errors import ConfigError, StoreError
@@ -19,9 +19,10 @@ pytest.importorskip("redis")
 PART = 10
 
 
-@pytest.fixture(params=["fake", "server"])
+@pytest.fixture(params=["fake", "server", "cluster"])
 def url(request, tmp_path):
-    with fake_redis() if request.param == "fake" else redis_server(tmp_path) as found:
+    servers = {"fake": fake_redis, "server": lambda: redis_server(tmp_path), "cluster": lambda: redis_cluster(tmp_path)}
+    with servers[request.param]() as found:
         yield f"{found}/runs/one"
 
 
@@ -39,7 +40,7 @@ def test_a_file_comes_back_and_its_parts_are_bounded(files, tmp_path, size):
     files.get_file(path, str(tmp_path / "b"))
     assert (tmp_path / "b").read_bytes() == content == files.cat_file(path)
     assert files.info(path)["size"] == size and files.cat_file(path, end=PART + 1) == content[: PART + 1]
-    assert all(len(part) <= PART for part in files._redis.hvals(path))
+    assert all(len(part) <= PART for part in files._redis.hvals(files._key(path)))
     files.pipe_file(path, content[:1])  # a shorter one leaves nothing of the longer one
     assert files.cat_file(path) == content[:1]
     files.pipe_file(path, content)
@@ -60,9 +61,10 @@ def test_directories_are_as_in_a_file_system(files):
     for action in (files.ls, files.cat_file, files.info, files.rm):
         with pytest.raises(FileNotFoundError):
             action("runs/one/a/one")
-    assert {key.decode() for key in files._redis.scan_iter()} == {"runs/one/", "runs/one/a/", "runs/one/b"}
+    kept = {"runs/one/", "runs/one/a/", "runs/one/b"}
+    assert {key.decode() for key in files._redis.scan_iter()} == {files._key(path) for path in kept}
     files.rm("runs/one", recursive=True)
-    assert not files._redis.keys()
+    assert not list(files._redis.scan_iter())
 
 
 def test_a_note_that_was_removed_is_not_listed(url):
@@ -84,6 +86,30 @@ def test_two_prefixes_are_two_stores(url, tmp_path):
         second.check()
     second.create()
     assert second.mark("done/trainer") is None and second.names("done") == [] and first.names("done")
+
+
+def test_a_store_is_on_one_node_of_a_cluster_and_found_from_each(tmp_path):
+    with redis_cluster(tmp_path) as address:
+        stores = [Store(f"{address}/{prefix}") for prefix in ("one", "two", "three", "four", "five", "six")]
+        for store in stores:
+            store.create()
+            store.put_note("done/trainer", {})
+        files = stores[0]._fs
+        assert {files._redis.keyslot(key) for key in files._redis.scan_iter("{one}*")} == {files._redis.keyslot("one")}
+        assert len({store._fs._redis.get_node_from_key(store._root).port for store in stores}) > 1
+        for node in files._redis.get_nodes():
+            assert Store(f"redis://{node.host}:{node.port}/0/one").names("done") == ["done/trainer"]
+        with raises_code("store-url", StoreError, "database 0"):
+            Store(f"{address.removesuffix('0')}3/one").create()
+
+
+def test_a_cluster_that_is_away_is_not_an_empty_store(tmp_path):
+    with redis_cluster(tmp_path) as address:
+        store = Store(f"{address}/one")
+        store.create()
+    for action in (store.check, lambda: store.names("episodes"), lambda: store.put_note("a/b", {})):
+        with raises_code("store-unreachable"):
+            action()
 
 
 def test_a_server_that_is_away_is_not_an_empty_store(tmp_path):

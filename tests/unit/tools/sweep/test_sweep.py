@@ -213,9 +213,31 @@ def test_slurm_gets_one_array_whose_jobs_start_or_continue_their_runs(
     assert read_arguments(settings)[0] == ["env=toy", "runner.seed=1"]
     (slurm / "seed-1" / "checkpoints" / "step_4").mkdir(parents=True)
     assert job(1) == f"resume {slurm / 'seed-1'}\n"
+    (slurm / "seed-2").mkdir()
+    (slurm / "seed-2" / "metrics.jsonl").touch()  # its node has failed before the first checkpoint
+    assert job(2) == f"resume {slurm / 'seed-2'}\n"
     (slurm / "seed-0" / "policy").mkdir(parents=True)
     (slurm / "seed-0" / "report.html").touch()
     assert "#SBATCH --array=1,2%2\n" in slurm_script(read_sweep(slurm))
+
+
+def test_slurm_signals_the_run_and_keeps_the_log_of_a_job_that_is_requeued(slurm: Path) -> None:
+    sweep = new_sweep(["env=toy", "runner.seed=0,1"], None, slurm.parent / "it's 5%A", 1, "slurm")
+    directives = [line for line in slurm_script(sweep).splitlines() if line.startswith("#SBATCH ")]
+    assert {"#SBATCH --signal=B:TERM@60", "#SBATCH --requeue", "#SBATCH --open-mode=append"} <= set(directives)
+    words = [word for line in directives for word in shlex.split(line, comments=False)[1:]]
+    assert f"--output={slurm.parent}/it's 5%%A/logs/slurm-%A_%a.log" in words and "--job-name=it's 5%A" in words
+
+
+def test_slurm_itself_takes_the_script(tmp_path: Path) -> None:
+    if shutil.which("sinfo") is None or subprocess.run(["sinfo"], check=False, capture_output=True).returncode:
+        pytest.skip("there is no Slurm here")
+    sweep = new_sweep(
+        ["env=toy", "runner.seed=0,1"], None, tmp_path / "it's 5%A", 1, "slurm", ["--time=10", "--comment=two words"]
+    )
+    (tmp_path / "script").write_text(slurm_script(sweep))
+    tried = subprocess.run(["sbatch", "--test-only", tmp_path / "script"], check=False, capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
 
 
 def test_slurm_that_is_missing_or_refuses(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
