@@ -39,7 +39,7 @@ come from embodrl's own design. `before` is what the audit found, empty where it
 `accepted` and `refused` are what the configuration check of the command says (`refused` with its [code](errors.md)); it
 was not run for this page: the tests run it, on CPUs. *works*: nothing is known to be missing; where no command is
 given, the tests show it. *untried*: the code is there and tested on CPUs, but not on the hardware, or with the
-weights, that the last column names; the audit called such rows partly. *partly*: the last column says what is missing.
+weights, that the last column names; *partly*: the last column says what is missing.
 *missing*: the command is refused, so that nothing is ignored in silence, or there is nothing to show.
 """
 STATES = ("works", "untried", "partly", "missing")

@@ -119,8 +119,9 @@ def read_machine() -> Machine:
 
 
 def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES, which ROCm prefers; None if all GPUs are visible."""
-    return os.environ.get("HIP_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES"))
+    """Return CUDA_VISIBLE_DEVICES, or HIP_VISIBLE_DEVICES where AMD's driver has GPUs; None if all are visible."""
+    cuda = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return os.environ.get("HIP_VISIBLE_DEVICES", cuda) if _kfd_gpus(SYSFS) else cuda
 
 
 def read_topology(
@@ -277,7 +278,12 @@ def _kfd_gpus(sysfs: Path) -> list[str]:
             place = facts["location_id"]
             slot = f"{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
             addresses.append(f"{facts.get('domain', 0):04x}:{slot}")
-    return addresses
+    left = os.environ.get("ROCR_VISIBLE_DEVICES") if sysfs == SYSFS else None
+    if left is None:
+        return addresses
+    # ROCm numbers only these, in this order; a GPU may also be named by its UUID.
+    words = [word.strip() for word in left.split(",")]
+    return [addresses[int(word)] for word in words if word.isdecimal() and int(word) < len(addresses)]
 
 
 def _information(directory: Path) -> dict[str, str]:

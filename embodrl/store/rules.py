@@ -26,6 +26,8 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.publish_weights", False, "publishes its weights in the store"),
     ("model.small_actor.kind", None, "reads executed actions"),
     ("env.train.start_from_demos", None, "starts no episodes"),
+    ("env.train.task_curriculum.parts", [], "starts no episodes"),
+    ("env.train.failed_seed_fraction", 0, "has no list of failed seeds"),
     ("env.enable_offload", False, "has no simulators while it trains"),
     ("algorithm.off_policy.intervention_device", None, "is corrected where collectors are (store.intervention)"),
     ("rollout.pipeline_stages", 1, "has no rollouts of its own"),
@@ -43,10 +45,7 @@ OF_EPISODES: tuple[tuple[str, object, str], ...] = (
     ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
 )
 """The same, if it fills a replay buffer."""
-OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (
-    ("algorithm.branch.enabled", False, "takes whole episodes"),
-    ("env.train.failed_seed_fraction", 0, "has no list of failed seeds"),
-)
+OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (("algorithm.branch.enabled", False, "takes whole episodes"),)
 """The same, if it learns from rollouts."""
 
 OF_ROBOTS: tuple[tuple[str, object, str], ...] = (

@@ -256,6 +256,17 @@ ALGORITHMS = [
     Wrong("reward that is not a function", "reward.fn", "reward-function-exists", ("reward.fn='math:pi'",)),
     Wrong("judge without a name", "reward.judge.model", "judge-can-be-asked", ("reward.judge.url=http://judge/v1",)),
     Wrong(
+        "judge without pictures",
+        "env.include_images",
+        "judge-can-be-asked",
+        (
+            "env.include_images=false",
+            "env.state=full",
+            "model=mlp",
+            "reward.judge={url: 'http://judge/v1', model: seer}",
+        ),
+    ),
+    Wrong(
         "judge without a scheme",
         "reward.judge.url",
         "judge-can-be-asked",

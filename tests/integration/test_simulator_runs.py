@@ -51,7 +51,7 @@ def test_a_run_trains_and_resumes(preset: str, case: str, camera: str, dims: int
     assert metrics(tmp_path / "run")[-1]["iteration"] == 3
 
 
-def test_a_car_learns_to_steer(tmp_path: Path) -> None:
+def test_a_run_steers_a_car(tmp_path: Path) -> None:
     pytest.importorskip("highway_env", reason="needs embodrl[driving]")
     config = tmp_path / "config.yaml"
     config.write_text(SMALL.replace("PYTHON", "null").replace("CAMERA", "render"))

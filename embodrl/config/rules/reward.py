@@ -69,9 +69,9 @@ def one_reward(context: Context) -> Iterator[Finding]:
         yield Finding(keys[0], message, "keep one of them", "null", others=tuple(keys[1:]))
 
 
-@rule("reward.judge")
+@rule("reward.judge", "env.include_images")
 def judge_can_be_asked(context: Context) -> Iterator[Finding]:
-    """The judge has an address without a password, and a name."""
+    """The judge has an address without a password, a name, and pictures."""
     judge = context.config.reward.judge
     if judge.url is None:
         return
@@ -82,6 +82,9 @@ def judge_can_be_asked(context: Context) -> Iterator[Finding]:
     if not judge.model:
         message, hint = "is missing: servers know their models by name", "see the server's /v1/models"
         yield Finding("reward.judge.model", message, hint, "a name", others=(key,))
+    if not context.config.env.include_images:
+        message = "the judge sees pictures, which env.include_images=false omits"
+        yield Finding("env.include_images", message, "set it to true", "true", others=(key,))
     if find_spec("aiohttp") is None or find_spec("PIL") is None:
         hint = "pip install 'embodrl[serve]'"
         yield Finding(key, "the judge needs aiohttp and Pillow, which are not installed", hint, "null")

@@ -23,6 +23,7 @@ MAX_CALL_CHARS = 2**18
 """Largest number of characters of all these calls together, which a small request could multiply."""
 _MARK = "embodrl-conversation:"
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_DECODER = json.JSONDecoder()
 
 Message = Mapping[str, Any]
 ToolChoice = Literal["auto", "required"]
@@ -66,7 +67,7 @@ class WrittenText:
         text = b""
         for number, token in enumerate(self.tokens, 1):
             text += token
-            if _CLOSE.encode() in text:
+            if _CLOSE.encode() in text and parse_calls(text.decode("utf-8", errors="replace")):
                 return number
         return len(self.tokens)
 
@@ -127,14 +128,28 @@ class Conversation:
 
 def parse_calls(text: str) -> tuple[ToolCall, ...]:
     """Return the calls in a text's ``<tool_call>`` marks, or the call that it is; none if anything is no call."""
-    marked = [part.partition(_CLOSE) for part in text.split(_OPEN)[1:]]
-    calls = [_parsed(inside) if closed else None for inside, closed, _ in marked] or [_parsed(text)]
-    return tuple(call for call in calls if call is not None) if all(calls) else ()
+    whole = _parsed(text)
+    if whole is not None:
+        return (whole,)
+    calls: list[ToolCall] = []
+    rest = text.partition(_OPEN)[2]
+    while rest:  # marks within an argument are part of its string
+        try:
+            found, end = _DECODER.raw_decode(rest.lstrip())
+        except (ValueError, RecursionError):
+            return ()
+        call, after = _call_of(found), rest.lstrip()[end:].lstrip()
+        if call is None or not after.startswith(_CLOSE):
+            return ()
+        calls.append(call)
+        rest = after.removeprefix(_CLOSE).partition(_OPEN)[2]
+    return tuple(calls)
 
 
 def said_before_calls(text: str) -> str:
     """Return what stands before the marked calls of a text; "" if it is a call."""
     before, mark, _ = text.partition(_OPEN)
+    mark = "" if _parsed(text) is not None else mark
     return before.rstrip() if mark else ""
 
 
@@ -162,6 +177,10 @@ def _parsed(text: str) -> ToolCall | None:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    return _call_of(found)
+
+
+def _call_of(found: object) -> ToolCall | None:
     # Llama 3 calls them parameters.
     if not isinstance(found, dict) or found.keys() not in ({"name", "arguments"}, {"name", "parameters"}):
         return None

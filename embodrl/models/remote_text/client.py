@@ -89,7 +89,7 @@ class ChatClient:
             try:
                 content = self._request(path, body)
             except urllib.error.HTTPError as error:
-                text = error.read(2000).decode("utf-8", "replace")
+                text = _said(error)
                 if error.code not in _BUSY:
                     raise self._refused(path, error.code, text) from error
                 problem = self._unreachable(f"{error.code} {text}")
@@ -131,6 +131,14 @@ class ChatClient:
     def _malformed(self, text: str) -> RemotePolicyError:
         hint = "check that model.url is the base URL of OpenAI's API, and that the server parses tool calls"
         return RemotePolicyError(f"{self.url} answered with {text}", hint, code="remote-answer")
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """Return what a refusal says; "" if its text does not arrive."""
+    try:
+        return error.read(2000).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return ""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):

@@ -13,6 +13,8 @@ from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 FAMILY = "remote_text"
+ACTS = "embodrl.workers.workflows.workflow:ChunkWorkflow"
+"""A workflow that asks for actions."""
 
 
 class RemoteTextConfig(ModelConfig):
@@ -25,7 +27,7 @@ class RemoteTextConfig(ModelConfig):
     )
     served_model: str | None = Field(default=None, description="model of the server; null: the only one that it lists")
     max_new_tokens: PositiveInt = Field(default=256, description="tokens of a message that the server may write")
-    answer_timeout_s: PositiveFloat = Field(default=60.0, description="seconds without an answer, per request")
+    answer_timeout_s: PositiveFloat = Field(default=60.0, description="seconds until the next part of an answer")
     retries: NonNegativeInt = Field(
         default=3, description="further requests where the server does not answer, is busy (429), or fails (5xx)"
     )
@@ -60,7 +62,7 @@ def remote_text_needs_a_workflow(context: Context) -> Iterator[Finding]:
     if context.verb in ("serve", "record"):
         message = f"{FAMILY} is evaluated by workflows: it has a server already, and acts only through tools"
         yield Finding("model.model_type", message, "use it with `embodrl eval`", "a family of embodrl")
-    elif context.verb == "eval" and context.config.rollout.workflow is None:
+    elif context.verb == "eval" and context.config.rollout.workflow in (None, ACTS):
         message = f"model.model_type={FAMILY} writes text, and nothing turns it into actions"
         hint = "name a workflow that calls engine.generate, as examples/planner does"
         yield Finding("rollout.workflow", message, hint, "module:Class", others=("model.model_type",))
@@ -73,7 +75,8 @@ def remote_text_has_its_own_weights(context: Context) -> Iterator[Finding]:
     wanted = (
         *((name, getattr(model, name), None) for name in ("model_path", "stats_path", "unnorm_key", "lora_path")),
         *(("num_action_chunks", model.num_action_chunks, 1), ("condition", model.condition, None)),
-        ("center_crop", model.center_crop, False),
+        *((name, getattr(model, name), False) for name in ("center_crop", "random_weights", "freeze_vision")),
+        ("trainable", model.trainable, "all"),
     )
     for name, value, only in wanted:
         if value != only:

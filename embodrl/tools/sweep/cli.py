@@ -54,6 +54,13 @@ def sweep(
 
         choose(backend, BACKENDS, "backend")
         launch = read_launcher(overrides or [])
+        for option, given, default, said in (
+            ("backend", backend, "local", launch.backend),
+            ("jobs", jobs, 1, launch.jobs),
+        ):
+            if said is not None and given not in (default, said):
+                message = f"--{option} is {given}, but Hydra's launcher says {said}"
+                raise UsageError(message, "leave one of them out", code="sweep-launcher")
         chosen, options = launch.backend or backend, [*shlex.split(slurm), *launch.slurm]
         return work(new_sweep(launch.overrides, config, output, launch.jobs or jobs, chosen, options, trust))
 

@@ -25,14 +25,13 @@ JOBS = ("array_parallelism", "n_jobs")
 OPTIONS: dict[str, Callable[[str], str]] = {
     "timeout_min": lambda minutes: f"--time={minutes}",
     "mem_gb": lambda gigabytes: f"--mem={gigabytes}G",
-    "tasks_per_node": lambda tasks: f"--ntasks-per-node={tasks}",
     **{
         name: lambda value, name=name: f"--{name.replace('_', '-')}={value}"
-        for name in ("account", "comment", "constraint", "cpus_per_task", "exclude", "gpus_per_node", "gpus_per_task")
+        for name in ("account", "comment", "constraint", "cpus_per_task", "exclude", "gpus_per_node")
     },
-    **{name: lambda value, name=name: f"--{name}={value}" for name in ("nodes", "partition", "qos")},
+    **{name: lambda value, name=name: f"--{name}={value}" for name in ("partition", "qos")},
 }
-"""Setting of submitit's launcher -> option of sbatch."""
+"""Setting of submitit's launcher -> option of sbatch. A run is one process on one node at first."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,10 @@ def read_launcher(arguments: Sequence[str]) -> HydraLauncher:
         UsageError: an unknown launcher or setting, no number of runs, or options of Slurm for another launcher.
     """
     overrides = [text for text in arguments if not text.lstrip("+").startswith((f"{KEY}=", PREFIX))]
-    given = dict(text.lstrip("+").split("=", 1) for text in arguments if text not in overrides and "=" in text)
+    texts = [text.lstrip("+") for text in arguments if text not in overrides]
+    if bare := [text for text in texts if not text.partition("=")[2]]:
+        raise UsageError(f"{', '.join(bare)}: has no value", "write KEY=VALUE", code="sweep-launcher")
+    given = dict(text.split("=", 1) for text in texts)
     backend = _known(given.pop(KEY), LAUNCHERS, KEY) if KEY in given else None
     jobs, options = None, []
     for key, value in given.items():

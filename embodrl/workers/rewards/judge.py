@@ -30,7 +30,7 @@ _HINT = "ask for yes, no or a number from 0 to 1 in reward.judge.question"
 class PictureJudge:
     """Asks a model about pictures of an episode; callable as a reward function.
 
-    The answer's first word is the reward: yes is 1, no is 0, a number from 0 to 1 itself.
+    The answer is the reward: yes is 1, no is 0, a number from 0 to 1 itself. A sentence may follow yes or no.
 
     Raises:
         MissingDependencyError: the extra ``serve`` is not installed.
@@ -50,11 +50,15 @@ class PictureJudge:
             self._aiohttp.ClientSession(headers=self._headers) as session,
             session.post(url, json=self.request(episode), allow_redirects=False) as response,
         ):
-            content = await response.content.read(MAX_ANSWER)
+            content = bytearray()
+            async for piece in response.content.iter_any():
+                content += piece
+                if len(content) > MAX_ANSWER:
+                    raise RewardError(f"{url} answered more than {MAX_ANSWER} bytes", _HINT)
         if response.status != 200:
             message = f"{url} answered {response.status}: {content[:SHOWN].decode(errors='replace')}"
             raise RewardError(message, f"check reward.judge, and the token in {TOKEN_VARIABLE}")
-        return read_answer(content)
+        return read_answer(bytes(content))
 
     def request(self, episode: Episode) -> dict[str, Any]:
         """Return the body of the request: ``num_frames`` pictures of the first camera, in order, and the question."""
@@ -79,9 +83,9 @@ def read_answer(content: bytes) -> float:
         text = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise RewardError(f"no chat completion: {content[:SHOWN].decode(errors='replace')}", _HINT) from error
-    found = re.match(r"[^\w-]*(yes|no|[01](?:\.\d+)?)\b", text, re.IGNORECASE) if isinstance(text, str) else None
-    word = found[1].lower() if found else ""
-    reward = {"yes": 1.0, "no": 0.0}.get(word, float(word) if word[:1].isdigit() else -1.0)
-    if not 0 <= reward <= 1:
-        raise RewardError(f"the answer is {str(text)[:SHOWN]!r}", _HINT)
-    return reward
+    word = str(text).lstrip(" \n\t*").rstrip(" \n\t*.").lower()
+    if said := re.fullmatch(r"(yes|no)(?:[*.]*[,.;:!].*)?", word, re.DOTALL):
+        return float(said[1] == "yes")
+    if re.fullmatch(r"\d*\.?\d+", word) and float(word) <= 1:
+        return float(word)
+    raise RewardError(f"the answer is {str(text)[:SHOWN]!r}", _HINT)

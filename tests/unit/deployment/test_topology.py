@@ -122,12 +122,17 @@ def test_amds_gpus_are_numbered_as_its_driver_lists_them(tmp_path, monkeypatch):
     assert {(gpu.name, gpu.memory_bytes, gpu.numa_node) for gpu in gpus} == {("Instinct", 206141652992, 1)}
     monkeypatch.setattr(topology_module, "SYSFS", sysfs)
     monkeypatch.setattr(topology_module, "PROC", tmp_path / "proc")
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     assert read_machine().gpus == ("0", "1", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,1")
     assert read_machine().gpus == ("2", "1")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "2")
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert read_machine().gpus == ("0",)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0")
     assert environment(ProcessPlace("actor", 0, 0, visible="1"), 1)["HIP_VISIBLE_DEVICES"] == "1"
 
 

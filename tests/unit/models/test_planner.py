@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from expect import raises_code
 from tiny_families import generator
 
 from embodrl.config.schema import model_settings
-from embodrl.models.common.chat import Conversation, ToolCall, parse_calls
+from embodrl.models.common.chat import Conversation, ToolCall, parse_calls, said_before_calls, tagged
 from embodrl.models.planner.page import Page
 from embodrl.models.planner.policy import ALLOWED, TOKENS, PlannerPolicy
 from embodrl.models.planner.tokenizer import END, decode, encode
@@ -215,3 +216,12 @@ def test_lengths_are_limited(policy: PlannerPolicy) -> None:
     policy.max_tokens = 20
     with raises_code("planner-call-too-long"):
         written(policy)
+
+
+def test_marks_within_an_argument_are_part_of_it() -> None:
+    quoted = json.dumps({"name": "say", "arguments": {"text": "use <tool_call> and </tool_call> here"}})
+    (call,) = parse_calls(quoted)
+    assert call.arguments["text"] == "use <tool_call> and </tool_call> here"
+    assert parse_calls(tagged(quoted)) == (call,) and said_before_calls(quoted) == ""
+    assert parse_calls(f"Well: {tagged(quoted)}\n{tagged(quoted)}") == (call, call)
+    assert parse_calls(tagged(quoted)[:-3]) == () == parse_calls("<tool_call>{} </tool_call>")

@@ -154,6 +154,13 @@ def test_embodrl_is_a_foreign_server() -> None:
             for url in ("null", "host", "ws://host/v1", "http://key@host/v1", "'http://host/v1?key=x'", "'http://[::1'")
         ),
         ("eval", "rollout.workflow=null", "remote-text-needs-a-workflow"),
+        (
+            "eval",
+            "rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'",
+            "remote-text-needs-a-workflow",
+        ),
+        ("eval", "model.random_weights=true", "remote-text-has-its-own-weights"),
+        ("eval", "model.freeze_vision=true", "remote-text-has-its-own-weights"),
         ("serve", "serve.protocols=[openai]", "remote-text-needs-a-workflow"),
         ("record", "collect.num_episodes=1", "remote-text-needs-a-workflow"),
         ("eval", "model.unnorm_key=x", "remote-text-has-its-own-weights"),
@@ -162,7 +169,7 @@ def test_embodrl_is_a_foreign_server() -> None:
     ],
 )
 def test_settings_that_do_not_fit(verb: Any, changed: str, code: str) -> None:
-    workflow = "rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'"
+    workflow = "rollout.workflow='two_agents:Pilots'"
     settings = ["env=toy", "model=remote_text", "model.url=http://host:1/v1", workflow]
     with raises_code(code):
         load_config([*settings, changed], verb=verb)

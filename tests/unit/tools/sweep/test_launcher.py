@@ -32,6 +32,9 @@ def test_settings_of_a_launcher_become_options_of_the_sweep() -> None:
         ["hydra/launcher=joblib", "hydra.launcher.n_jobs=many"],
         ["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"],
         ["hydra.launcher.timeout_min=60"],
+        ["hydra/launcher=submitit_slurm", "hydra.launcher.mem_gb"],
+        ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min="],
+        ["hydra/launcher=submitit_slurm", "hydra.launcher.nodes=2"],
     ],
 )
 def test_what_no_launcher_has_is_refused(arguments: list[str]) -> None:
@@ -45,6 +48,8 @@ def test_a_launcher_of_slurm_submits_the_runs(tmp_path: Path, monkeypatch: pytes
     sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     settings = ["env=toy", "model=mlp", "runner.seed=0,1", "hydra/launcher=slurm", "hydra.launcher.timeout_min=60"]
+    other = CliRunner().invoke(app, ["sweep", *settings, "hydra.launcher.array_parallelism=2", "--jobs", "3"])
+    assert other.exit_code == 2 and "sweep-launcher" in other.output
     done = CliRunner().invoke(app, ["sweep", *settings, "--output", str(tmp_path / "sweep")])
     assert done.exit_code == 0, done.output
     script = (tmp_path / "sweep" / "sweep.sbatch").read_text()

@@ -37,7 +37,14 @@ class Server:
         self.asked.append(await request.json())
         self.tokens.append(request.headers.get("Authorization"))
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        return web.json_response({"choices": [{"message": {"content": text}}]}, status=self.status)
+        body = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+        response = web.StreamResponse(status=self.status)  # in two pieces, as proxies may send it
+        await response.prepare(request)
+        for piece in (body[:20], body[20:]):
+            await response.write(piece)
+            await asyncio.sleep(0.05)
+        await response.write_eof()
+        return response
 
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 24)
@@ -103,13 +110,40 @@ def test_an_answer_without_a_reward_is_asked_again_and_then_an_error(server: Ser
 
 
 @pytest.mark.parametrize(
-    ("text", "reward"), [("yes", 1.0), ("**No**, it is not.", 0.0), ("0.5", 0.5), ("1", 1.0), (" 1.0 of 1", 1.0)]
+    ("text", "reward"),
+    [
+        ("yes", 1.0),
+        ("**No**, it is not.", 0.0),
+        ("No.", 0.0),
+        ("0.5", 0.5),
+        ("1", 1.0),
+        (" 1.0\n", 1.0),
+        (".25.", 0.25),
+    ],
 )
 def test_answers(text: str, reward: float) -> None:
     assert read_answer(json.dumps({"choices": [{"message": {"content": text}}]}).encode()) == reward
 
 
-@pytest.mark.parametrize("text", ["", "not yet", "yesterday", "10", "1.5", "-1", "nothing", None])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not yet",
+        "yesterday",
+        "10",
+        "1.5",
+        "-1",
+        "nothing",
+        "1/10",
+        "1 out of 10",
+        "1%",
+        "0,8",
+        "No-one",
+        "yes or no?",
+        None,
+    ],
+)
 def test_other_answers_are_no_reward(text: str | None) -> None:
     with pytest.raises(RewardError):
         read_answer(json.dumps({"choices": [{"message": {"content": text}}]}).encode())
@@ -121,7 +155,7 @@ def test_a_run_is_paid_by_its_judge(server: Server, tmp_path: Path) -> None:
     server.texts = ["0.75"]
     sizes = ("runner=debug", "env.train.total_num_envs=4", "runner.max_iterations=1", "runner.eval_interval=0")
     judge = f"reward.judge={{url: '{server.url}', model: seer}}"
-    done = embodrl("train", "env=toy", "model=mlp", *sizes, judge, f"runner.output_dir={tmp_path / 'run'}")
+    done = embodrl("train", "env=toy", "model=cnn", *sizes, judge, f"runner.output_dir={tmp_path / 'run'}")
     assert done.code == 0, done.stderr
     row = metrics(tmp_path / "run")[-1]
     assert row["reward/mean"] == 0.75 and row["reward/errors"] == 0
