@@ -26,7 +26,7 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("rollout.publish_weights", False, "publishes its weights in the store"),
     ("model.small_actor.kind", None, "reads executed actions"),
     ("env.train.start_from_demos", None, "starts no episodes"),
-    ("env.train.task_curriculum.parts", [], "starts no episodes"),
+    ("env.train.task_curriculum.parts", (), "starts no episodes"),
     ("env.train.failed_seed_fraction", 0, "has no list of failed seeds"),
     ("env.enable_offload", False, "has no simulators while it trains"),
     ("algorithm.off_policy.intervention_device", None, "is corrected where collectors are (store.intervention)"),
