@@ -163,7 +163,7 @@ def test_a_node_is_tested_by_itself() -> None:
     with testing.context(small) as context:
         batch, metrics = nodes.rollout(context)
         assert metrics["env_steps"] == 40 and batch.rewards.shape[:2] == (10, 4)
-        advantages = nodes.advantage(context, batch)
+        advantages, _ = nodes.advantage(context, batch)
         assert advantages.advantages.shape[:2] == (10, 4)
     sac = ["env=toy", "model=mlp", "env.state=full", "algorithm=sac", "env.num_processes=1"]
     sac += ["env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10"]

@@ -55,7 +55,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         ],
         "remote_text": [
             *("env=toy", "model.url=http://host:1/v1"),
-            *("rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'", "env.train.auto_reset=false"),
+            *("rollout.workflow='two_agents:Pilots'", "env.train.auto_reset=false"),
         ],
         "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
         "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],

@@ -12,7 +12,7 @@ from embodrl.config.policy_card import without_weights
 from embodrl.config.presets import presets
 from embodrl.errors import ConfigError
 
-WITH_WEIGHTS = ("openvla", "openvla_oft", "lerobot", "remote", "mlp", "cnn")
+WITH_WEIGHTS = ("openvla", "openvla_oft", "lerobot", "remote", "remote_text", "mlp", "cnn")
 RANDOM = [name for name in presets("model") if name not in WITH_WEIGHTS]
 
 

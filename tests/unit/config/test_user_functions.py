@@ -148,7 +148,7 @@ INERT = [
     ("algorithm.srpo.steepness=3", "algorithm.srpo.enabled is false"),
     ("algorithm.srpo.encoder_path=x", "algorithm.srpo.enabled is false"),
     ("algorithm.length_normalized_ratio=true", "algorithm.logprob_type is token_level"),
-    ("reward.retries=9", "reward.fn and reward.model are null"),
+    ("reward.retries=9", "nothing judges episodes"),
     ("algorithm.decoupled.level=chunk", "algorithm.decoupled.enabled is false"),
     ("algorithm.decoupled={enabled: true,cap: null,on_exceed: clamp}", "algorithm.decoupled.cap is null"),
 ]
