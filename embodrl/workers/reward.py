@@ -31,7 +31,6 @@ from embodrl.user_code import exits_raise, raised_by_embodrl
 from embodrl.workers.episode import Episode
 from embodrl.workers.learned_reward import LearnedReward
 from embodrl.workers.recorders import Judging
-from embodrl.workers.rewards.judge import PictureJudge
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -111,6 +110,8 @@ class RewardWorker:
             self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)
             self.calls = RewardCalls(self.learned, self.settings)
         elif config.reward.judge.url is not None:
+            from embodrl.workers.rewards.judge import PictureJudge
+
             self.calls = RewardCalls(PictureJudge(config.reward.judge), self.settings)
         # A unique start: numbers of an earlier process may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())

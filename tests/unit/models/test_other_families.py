@@ -52,7 +52,8 @@ def test_the_export_of_another_family(exports: dict[str, Path], saved: str, want
         ({"type": "xvla", "input_features": {}, "paligemma_variant": "gemma_2b"}, ("lerobot",)),
         ({"type": "act", "input_features": {}}, ("lerobot",)),
         ({"action_dim": 32, "action_horizon": 50, "paligemma_variant": "gemma_2b"}, ("pi0", "pi05")),
-        ({"model_type": "llama", "embodrl": "?"}, ()),
+        ({"model_type": "llama", "embodrl": "?"}, ("planner",)),
+        ({"model_type": "bert", "embodrl": "?"}, ()),
         ({}, ()),
     ],
 )
