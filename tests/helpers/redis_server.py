@@ -70,11 +70,13 @@ def redis_cluster(directory: Path, masters: int = 3) -> Iterator[str]:
             place.mkdir()
             with socket.create_server(("127.0.0.1", 0)) as free:  # the default is 10000 above the other port
                 bus = free.getsockname()[1]
-            url = stack.enter_context(redis_server(place, "--cluster-enabled", "yes", "--cluster-port", str(bus)))
+            # On a busy machine a node may be silent for long, and is not down.
+            settings = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "120000")
+            url = stack.enter_context(redis_server(place, *settings))
             nodes.append(url.removeprefix("redis://").removesuffix("/0"))
         subprocess.run([command, "--cluster", "create", *nodes, "--cluster-yes"], check=True, stdout=subprocess.DEVNULL)
-        first = nodes[0].rpartition(":")[2]
-        state = [command, "-p", first, "cluster", "info"]
-        while "cluster_state:ok" not in subprocess.run(state, check=True, capture_output=True, text=True).stdout:
-            time.sleep(0.05)
+        for node in nodes:
+            state = [command, "-p", node.rpartition(":")[2], "cluster", "info"]
+            while "cluster_state:ok" not in subprocess.run(state, check=True, capture_output=True, text=True).stdout:
+                time.sleep(0.05)
         yield f"redis://{nodes[0]}/0"

@@ -50,7 +50,7 @@ ENVIRONMENTS = {
     "failed_seed_fraction": Change(1.0),
     "failed_seed_memory": Change(1, {"failed_seed_fraction": 1.0}),
 }
-TESTED_ELSEWHERE = ("model", "start_from_demos", "curriculum", "task_curriculum")
+TESTED_ELSEWHERE = ("model", "judge", "start_from_demos", "curriculum", "task_curriculum")
 FLAKY = {"fn": "test_training_keys:fails_twice"}
 REWARDS = {
     "fn": Change("test_training_keys:always_one"),
