@@ -31,15 +31,21 @@ def fake_redis() -> Iterator[str]:
         server.server_close()
 
 
+def free_ports(count: int) -> list[int]:
+    """Return ports that nothing listens at, all different."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in taken]
+
+
 @contextmanager
-def redis_server(directory: Path, *options: str) -> Iterator[str]:
+def redis_server(directory: Path, *options: str, port: int | None = None) -> Iterator[str]:
     """Run Redis with these options, if it is installed; yield ``redis://HOST:PORT/0``."""
     pytest.importorskip("redis")
     command = shutil.which("redis-server")
     if command is None:
         pytest.skip("redis-server is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = port or free_ports(1)[0]
     own = ["--bind", "127.0.0.1", "--port", str(port), "--dir", str(directory), "--save", "", *options]
     with (directory / "redis.log").open("w") as log:
         process = subprocess.Popen([command, *own], stdout=log, stderr=log)
@@ -68,11 +74,10 @@ def redis_cluster(directory: Path, masters: int = 3) -> Iterator[str]:
         for number in range(masters):
             place = directory / f"node-{number}"
             place.mkdir()
-            with socket.create_server(("127.0.0.1", 0)) as free:  # the default is 10000 above the other port
-                bus = free.getsockname()[1]
+            port, bus = free_ports(2)  # the default of the second is 10000 above the first
             # On a busy machine a node may be silent for long, and is not down.
             settings = ("--cluster-enabled", "yes", "--cluster-port", str(bus), "--cluster-node-timeout", "120000")
-            url = stack.enter_context(redis_server(place, *settings))
+            url = stack.enter_context(redis_server(place, *settings, port=port))
             nodes.append(url.removeprefix("redis://").removesuffix("/0"))
         subprocess.run([command, "--cluster", "create", *nodes, "--cluster-yes"], check=True, stdout=subprocess.DEVNULL)
         for node in nodes:
