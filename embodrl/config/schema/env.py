@@ -75,8 +75,8 @@ class TaskPartConfig(Section):
     high: Fraction | None = Field(default=None, description="of between: upper bound of the success rate")
     factor: PositiveFloat | None = Field(
         default=None,
-        description="of between: how many times as often as others such tasks are played, and those of which fewer"
-        " episodes than the window are known",
+        description="of between: how many times as often as others a task within the bounds is played; so is a task"
+        " with fewer episodes than the window",
     )
 
 

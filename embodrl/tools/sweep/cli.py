@@ -25,11 +25,19 @@ def sweep(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="DIR", help="new directory for all runs", show_default=False)
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", metavar="N", min=1, help="runs at a time")] = 1,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", metavar="N", min=1, help="runs at a time", show_default="1")
+    ] = None,
     backend: Annotated[
-        str,
-        typer.Option("--backend", metavar="NAME", help=" or ".join(BACKENDS), autocompletion=one_of(BACKENDS)),
-    ] = "local",
+        str | None,
+        typer.Option(
+            "--backend",
+            metavar="NAME",
+            help=" or ".join(BACKENDS),
+            autocompletion=one_of(BACKENDS),
+            show_default="local",
+        ),
+    ] = None,
     slurm: Annotated[
         str, typer.Option("--slurm", metavar="OPTIONS", help="options of sbatch, in quotes", show_default=False)
     ] = "",
@@ -49,20 +57,15 @@ def sweep(
     """
 
     def action() -> int:
-        from embodrl.tools.sweep.launcher import read_launcher
+        from embodrl.tools.sweep.launcher import agreed, read_launcher
         from embodrl.tools.sweep.runs import new_sweep
 
-        choose(backend, BACKENDS, "backend")
         launch = read_launcher(overrides or [])
-        for option, given, default, said in (
-            ("backend", backend, "local", launch.backend),
-            ("jobs", jobs, 1, launch.jobs),
-        ):
-            if said is not None and given not in (default, said):
-                message = f"--{option} is {given}, but Hydra's launcher says {said}"
-                raise UsageError(message, "leave one of them out", code="sweep-launcher")
-        chosen, options = launch.backend or backend, [*shlex.split(slurm), *launch.slurm]
-        return work(new_sweep(launch.overrides, config, output, launch.jobs or jobs, chosen, options, trust))
+        chosen = agreed("--backend", backend, launch.backend, "local")
+        choose(chosen, BACKENDS, "backend")
+        at_a_time = agreed("--jobs", jobs, launch.jobs, 1)
+        options = [*shlex.split(slurm), *launch.slurm]
+        return work(new_sweep(launch.overrides, config, output, at_a_time, chosen, options, trust))
 
     execute(action, debug)
 

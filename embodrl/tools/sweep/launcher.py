@@ -79,6 +79,18 @@ def read_launcher(arguments: Sequence[str]) -> HydraLauncher:
     return HydraLauncher(overrides, backend, jobs, tuple(options))
 
 
+def agreed(option: str, given: Value | None, said: Value | None, default: Value) -> Value:
+    """Return the value of an option that is given, or that Hydra's launcher implies, or the default.
+
+    Raises:
+        UsageError: both are there and differ.
+    """
+    if given is not None and said is not None and given != said:
+        message = f"{option} is {given}, but Hydra's launcher says {said}"
+        raise UsageError(message, "leave one of them out", code="sweep-launcher")
+    return next((value for value in (given, said) if value is not None), default)
+
+
 def _known(name: str, known: dict[str, Value], key: str) -> Value:
     if name not in known:
         near = nearest(name, list(known))

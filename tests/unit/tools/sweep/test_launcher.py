@@ -50,6 +50,8 @@ def test_a_launcher_of_slurm_submits_the_runs(tmp_path: Path, monkeypatch: pytes
     settings = ["env=toy", "model=mlp", "runner.seed=0,1", "hydra/launcher=slurm", "hydra.launcher.timeout_min=60"]
     other = CliRunner().invoke(app, ["sweep", *settings, "hydra.launcher.array_parallelism=2", "--jobs", "3"])
     assert other.exit_code == 2 and "sweep-launcher" in other.output
+    local = CliRunner().invoke(app, ["sweep", *settings, "--backend", "local"])
+    assert local.exit_code == 2 and "sweep-launcher" in local.output
     done = CliRunner().invoke(app, ["sweep", *settings, "--output", str(tmp_path / "sweep")])
     assert done.exit_code == 0, done.output
     script = (tmp_path / "sweep" / "sweep.sbatch").read_text()
