@@ -107,6 +107,8 @@ def _check_state(config: Config, pool: EnvPool) -> None:
 def check_videos(config: Config, here: bool = False) -> None:
     """Reject videos that cannot be encoded, before anything starts; ``here``: this process handles videos, too.
 
+    An env server that cannot encode them warns in its own log.
+
     Raises:
         MissingDependencyError: the simulators' interpreter, or this one, lacks imageio or its ffmpeg.
     """
@@ -115,8 +117,9 @@ def check_videos(config: Config, here: bool = False) -> None:
     from embodrl.preflight.simulators import preflight_videos
 
     python = interpreter_of(config)
-    preflight_videos(python)
-    if here and python is not None:
+    if not config.env.remote:
+        preflight_videos(python)
+    if here and (config.env.remote or python is not None):
         preflight_videos()
 
 
@@ -246,10 +249,11 @@ def make_pool(
     timeouts = EnvTimeouts(
         env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s, config.cluster.heartbeat_timeout_s
     )
-    remotes = [
-        RemoteEnv(env.remote[rank % len(env.remote)], env.reconnect_timeout_s, env.python, env.pin_cpus, timeouts)
-        for rank in range(env.num_processes if env.remote else 0)
-    ]
+    remotes = []
+    for rank in range(env.num_processes if env.remote else 0):
+        first = rank % len(env.remote)
+        own, *others = dict.fromkeys(env.remote[first:] + env.remote[:first])
+        remotes.append(RemoteEnv(own, env.reconnect_timeout_s, env.python, env.pin_cpus, timeouts, others=others))
     return EnvPool.create(
         env_type or env.env_type,
         {**env_kwargs(config), **overrides},

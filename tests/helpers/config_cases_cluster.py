@@ -57,26 +57,11 @@ CLUSTER = [
         more=RAY_MISSING,
     ),
     Wrong(
-        "videos of simulators on machines without a policy",
-        "env.video.enabled",
-        "simulators-are-beside-their-rollout",
-        (
-            "env.video.enabled=true",
-            "cluster.component_placement={actor:0,rollout:0,env:1}",
-            "cluster.device=cpu",
-            "cluster.num_nodes=2",
-            "cluster=ray_local",
-            "cluster.ray_address=auto",
-        ),
-        more=RAY_MISSING,
-    ),
-    Wrong(
         "an interpreter of this machine for simulators on machines without a policy",
         "env.python",
         "simulators-are-beside-their-rollout",
         (
             "env.python=/usr/bin/python3",
-            "env.video.enabled=false",
             "cluster.component_placement={actor:0,rollout:0,env:1}",
             "cluster.device=cpu",
             "cluster.num_nodes=2",

@@ -25,7 +25,7 @@ ROBOT = [
         "a clock far away",
         "env.real_time.control_hz",
         "clock-is-here",
-        (*CLOCK, "env.remote=[robots:5555]", "env.video.enabled=false"),
+        (*CLOCK, "env.remote=[robots:5555]"),
         more=("env.remote",),
     ),
     Wrong(

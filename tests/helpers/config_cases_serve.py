@@ -43,15 +43,9 @@ SERVE = [
         "env server without a port, and an interpreter of this machine",
         "env.remote",
         "env-servers-run-the-simulators",
-        ("env.remote=[desk]", "env.python=python3.10", "env.video.enabled=false"),
+        ("env.remote=[desk]", "env.python=python3.10"),
         names="tcp://HOST:PORT",
         more=("env.python",),
-    ),
-    Wrong(
-        "videos of simulators on another machine",
-        "env.video.enabled",
-        "env-servers-run-the-simulators",
-        ("env.remote=[tcp://desk:5700]", "env.video.enabled=true"),
     ),
     Wrong(
         "mean of actions without an order",

@@ -16,15 +16,17 @@ from expect import raises_code
 from tcp_proxy import TcpProxy
 from test_env_manager import KWARGS, SEEDS, TASKS, actions_of, assert_same_observation, assert_same_step
 
+from embodrl.data.video_file import read_video
 from embodrl.envs.env_server.link import connect
 from embodrl.envs.env_server.relay import probe
 from embodrl.envs.env_server.server import TcpEnvServer
 from embodrl.envs.env_server.serving import serve
+from embodrl.envs.env_server.videos import RemoteVideos
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import RemoteEnv
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.errors import EnvError, EnvWorkerDied, UsageError
+from embodrl.errors import EnvError, EnvWorkerDied, MessageError, UsageError
 from embodrl.reporting.rows import is_measured
 
 TOKEN = "a-token"
@@ -101,6 +103,58 @@ def test_after_the_deadline_the_simulator_is_restarted_as_a_dead_one(served, cap
         assert not lost.valid.any() and lost.truncated[:, 0].all()
         assert pool.step(actions_of(2)).valid[:, 0].all() and pool.faults.restarts == 1
     assert "env-remote-unreachable" in caplog.text
+
+
+def test_a_simulator_whose_server_is_gone_starts_at_another(served, caplog):
+    first = Served()
+    own = RemoteEnv(first.server.address, 0.5, pin_cpus=False, others=[served.server.address])
+    with EnvPool([EnvManager("toy", KWARGS, remote=own)]) as pool:
+        pool.reset(SEEDS, TASKS)
+        assert first.server._sessions and not served.server._sessions
+        first.stop()
+        lost = pool.step(actions_of(1))
+        assert not lost.valid.any() and lost.truncated[:, 0].all()
+        assert pool.step(actions_of(2)).valid[:, 0].all() and pool.faults.restarts == 1
+        assert served.server._sessions
+
+
+def test_a_simulator_goes_to_a_server_with_room(served):
+    full = Served(max_processes=1)
+    own = RemoteEnv(full.server.address, 0.5, pin_cpus=False, others=[served.server.address])
+    try:
+        with EnvManager("toy", KWARGS, remote=remote(full.port)), EnvManager("toy", KWARGS, remote=own):
+            assert len(full.server._sessions) == len(served.server._sessions) == 1
+            with raises_code("env-remote-full", EnvError):
+                EnvManager("toy", KWARGS, remote=remote(full.port)).start()
+    finally:
+        full.stop()
+
+
+def test_videos_of_simulators_there_are_those_of_simulators_here(served, tmp_path):
+    def film(name: str, where: RemoteEnv | None) -> list[str]:
+        with EnvManager("toy", KWARGS, remote=where) as manager:
+            manager.reset(SEEDS, TASKS)
+            for row in (0, 2):
+                manager.call("start_video", {"row": row, "path": str(tmp_path / name / f"episode_00{row}")})
+            for number in range(6):
+                manager.step(actions_of(number))
+        return sorted(path.name for path in (tmp_path / name).iterdir())
+
+    names = film("here", None)
+    assert len(names) == 2 and film("there", remote(served.port)) == names
+    for name in names:
+        there, here = (list(read_video(tmp_path / place / name)) for place in ("there", "here"))
+        np.testing.assert_array_equal(there, here)
+
+
+def test_a_run_takes_no_video_that_it_did_not_ask_for(tmp_path):
+    videos = RemoteVideos()
+    assert videos.start({"row": 1, "path": str(tmp_path / "a")}) == {"row": 1, "number": 0}
+    for name in ("1_success.mp4", "../0_success.mp4", "0_success.sh"):
+        with raises_code("message", MessageError):
+            videos.keep({name: b"x"})
+    videos.keep({"0_failure.mp4": b"x"})
+    assert [path.name for path in tmp_path.iterdir()] == ["a_failure.mp4"]
 
 
 def test_a_simulator_that_dies_there_is_dead_here(served):

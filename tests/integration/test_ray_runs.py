@@ -110,7 +110,7 @@ def test_on_two_machines_with_deaths(
 
 
 def test_simulators_on_a_machine_without_rollouts(config: Path, tmp_path: Path, machines: Callable[[int], Any]) -> None:
-    one = ("cluster.num_threads=2", "env.video.enabled=false")
+    one = ("cluster.num_threads=2", "env.video.enabled=true")
     places = "cluster.component_placement={actor:0,rollout:0,env:1}"
     beside, apart = tmp_path / "beside", tmp_path / "apart"
     done = embodrl("train", "--config", config, f"runner.output_dir={beside}", *one)
@@ -120,6 +120,8 @@ def test_simulators_on_a_machine_without_rollouts(config: Path, tmp_path: Path, 
     assert done.code == 0, done.stderr
     assert metrics(apart) == metrics(beside)
     assert (apart / "logs" / "simulators_0").is_dir()
+    films = [sorted(str(path.relative_to(run)) for path in run.rglob("*.mp4")) for run in (beside, apart)]
+    assert films[0] and films[0] == films[1]
 
 
 def test_a_run_moves_to_a_faster_placement(config: Path, tmp_path: Path, machines: Callable[[int], Any]) -> None:

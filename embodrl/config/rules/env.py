@@ -60,7 +60,7 @@ def stages_are_whole_processes(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("env.remote", "env.python", "env.video.enabled", "cluster.launcher", "cluster.component_placement")
+@rule("env.remote", "env.python", "cluster.launcher", "cluster.component_placement")
 def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
     """Env servers have addresses, their own interpreters and devices, and no access to the run directory."""
     config = context.config
@@ -76,9 +76,6 @@ def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
     if config.env.python not in (None, "auto"):
         message = "is an interpreter of this machine, but the simulators run on others"
         yield Finding("env.python", message, "leave it out, or set it to auto", "null, auto", others=others)
-    if config.env.video.enabled:
-        message = "is true, but simulators on other machines can't write videos into this run's directory"
-        yield Finding("env.video.enabled", message, "set it to false", "false", others=others)
     if context.launcher.many_machines:
         message = f"'{config.cluster.launcher}' starts processes on other machines itself"
         yield Finding("cluster.launcher", message, "place env on those machines, without env.remote", others=others)

@@ -63,9 +63,6 @@ def simulators_are_beside_their_rollout(context: Context) -> Iterator[Finding]:
             others=("env.num_processes",),
         )
         return
-    if config.env.video.enabled:
-        message = "is true, but simulators on machines without rollouts can't write videos into this run's directory"
-        yield Finding("env.video.enabled", message, "set it to false", "false", others=(KEY,))
     if config.env.python not in (None, "auto"):
         message = "is an interpreter of this machine, but the simulators run on machines without rollouts"
         yield Finding("env.python", message, "leave it out, or set it to auto", "null, auto", others=(KEY,))

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from embodrl.envs.env_server.link import Link, LinkMessage, connect, write_result
+from embodrl.envs.env_server.videos import START, RemoteVideos
 from embodrl.envs.pool.transport import Ring, spec_from_dict
 from embodrl.envs.pool.worker_main import make_ring
 from embodrl.errors import EmbodrlError, EnvError, EnvWorkerDied, MessageError
@@ -48,6 +49,7 @@ class RemoteSimulator:
 
     def __init__(self, remote: Fields, token: str | None) -> None:
         self._address = remote.text("address")
+        self._others = remote.texts("others")
         self._session = remote.text("session")
         self._token = token
         self._reconnect_s = remote.number("reconnect_s")
@@ -120,16 +122,26 @@ class RemoteSimulator:
     def _connect(self, resume: bool) -> Link:
         hello = {"session": self._session, "resume": resume, "reconnect_s": self._reconnect_s}
         deadline = time.monotonic() + self._reconnect_s
+        addresses = [self._address, *(() if resume else self._others)]  # a simulator goes on at its own alone
+        problems: dict[str, EnvError] = {}
         while True:
-            try:
-                return connect(self._address, self._token, hello, _CONNECT_S)
-            except OSError as error:
-                if time.monotonic() >= deadline:
-                    raise _unreachable(self._address, f"for {self._reconnect_s:g} s: {error}") from error
-            except EnvError as error:
-                # A restart may arrive before the server has reaped the simulator it replaces.
-                if error.code != "env-remote-ending" or time.monotonic() >= deadline:
-                    raise
+            for address in list(addresses):
+                try:
+                    link = connect(address, self._token, hello, _CONNECT_S)
+                except OSError as error:
+                    problems[address] = _unreachable(address, f"for {self._reconnect_s:g} s: {error}")
+                except EnvError as error:
+                    problems[address] = error
+                    # A restart may arrive before the server has reaped the simulator it replaces.
+                    if error.code != "env-remote-ending":
+                        addresses.remove(address)
+                else:
+                    if address != self._address:
+                        logger.warning("%s; %s runs the simulator now", problems[self._address], address)
+                    self._address = address
+                    return link
+            if not addresses or time.monotonic() >= deadline:
+                raise problems[self._address]
             time.sleep(_PAUSE_S)
 
 
@@ -139,6 +151,7 @@ class Relay:
     def __init__(self, start: Fields) -> None:
         self._start = start
         self._ring: Ring | None = None
+        self._videos = RemoteVideos()
         token = os.environ.get(HOSTS_TOKEN_VARIABLE) or os.environ.get(TOKEN_VARIABLE)
         self._simulator = RemoteSimulator(start.fields("remote"), token)
 
@@ -153,6 +166,7 @@ class Relay:
             self._ring = make_ring(spec_from_dict(answer.value), self._start.integer("memory_fd"))
         elif frame.kind in (Kind.STEP, Kind.RESET):
             write_result(self._mapped().slots[frame.number], answer.value, frame.kind == Kind.STEP)
+            self._videos.keep(answer.value.get("videos", {}))
             return Frame(Kind.OK, frame.number, frame.argument)
         return Frame(Kind.OK, frame.number, frame.argument, answer.value)
 
@@ -172,6 +186,8 @@ class Relay:
             return {"actions": request["actions"][:, : frame.argument], "active": request["active"]}
         if frame.kind == Kind.RESET:
             return {name: self._mapped().request[name][: frame.argument] for name in ("seeds", "task_ids", "indices")}
+        if frame.kind == Kind.CALL and frame.value["method"] == START:
+            return {"method": START, "arguments": self._videos.start(frame.value["arguments"])}
         return frame.value
 
 

@@ -28,6 +28,7 @@ from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.trust import CODE_SETTINGS
 from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.env_server.link import HANDSHAKE_S, SILENCE_S, Link, LinkMessage, pack_observation, pack_step, prove
+from embodrl.envs.env_server.videos import START, ServedVideos
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.envs.pool.transport import spec_to_dict
@@ -84,6 +85,7 @@ class SimulatorSession:
         self._answer = b""
         self._requests: queue.SimpleQueue[LinkMessage | None] = queue.SimpleQueue()
         self._manager: EnvManager | None = None
+        self._videos = ServedVideos()
         self._thread = threading.Thread(target=self._work, name="env-session", daemon=True)
         self._thread.start()
 
@@ -156,6 +158,7 @@ class SimulatorSession:
             self.is_ending |= frame.kind == Kind.CLOSE or answer.kind == Kind.CLOSE or not started
         if self._manager is not None:
             self._manager.close()
+        self._videos.close()
         with self._lock:
             link = self._link
         if link is not None:
@@ -174,7 +177,7 @@ class SimulatorSession:
             return spec_to_dict(self._manager.spec)
         if self._manager is None:
             raise MessageError(f"{frame.kind.name} came before START")
-        return _simulate(self._manager, frame)
+        return _simulate(self._manager, frame, self._videos)
 
     def _make(self, start: Fields) -> EnvManager:
         name = start.text("env_type")
@@ -211,16 +214,19 @@ def _names_code(key: str, value: object) -> bool:
     return value is not None and (f"env.{key}" in CODE_SETTINGS or (isinstance(value, str) and ":" in value))
 
 
-def _simulate(manager: EnvManager, frame: Frame) -> object:
+def _simulate(manager: EnvManager, frame: Frame, videos: ServedVideos) -> object:
     value = frame.value
     if frame.kind == Kind.STEP:
         request = _mapping(value)
-        return pack_step(manager.step(_array(request, "actions"), _array(request, "active")))
+        packed = pack_step(manager.step(_array(request, "actions"), _array(request, "active")))
+        return packed | {"videos": videos.take()}
     if frame.kind == Kind.RESET:
         request = _mapping(value)
         return pack_observation(manager.reset(*(_array(request, name) for name in ("seeds", "task_ids", "indices"))))
     if frame.kind == Kind.CALL:
         request = Fields(_mapping(value), "a CALL message", MessageError)
+        if request.text("method") == START:
+            return videos.start(manager, request.fields("arguments"))
         return manager.call(request.text("method"), request.fields("arguments").content)
     if frame.kind in (Kind.GET_STATE, Kind.OFFLOAD):
         state = manager.get_state()

@@ -41,6 +41,7 @@ class RemoteEnv:
         pin_cpus: the server binds the process to a core.
         timeouts: time limits applied by the server.
         session: simulator name; a restarted simulator replaces the one of the same name.
+        others: addresses of servers that a starting simulator goes to where its own is gone or full.
     """
 
     address: str
@@ -50,6 +51,7 @@ class RemoteEnv:
     timeouts: EnvTimeouts = EnvTimeouts()
     # Random, so that two runs on one server never take each other's simulators.
     session: str = field(default_factory=lambda: secrets.token_hex(16))
+    others: list[str] = field(default_factory=list)
 
     @property
     def scheme(self) -> str:
