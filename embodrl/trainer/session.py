@@ -19,9 +19,10 @@ from embodrl.deployment import Deployment
 from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, OutputError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.processes.restarts import RestartBudget
+from embodrl.processes.trace import recordable
 from embodrl.reporting.log import RunLog
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.trainer.files import LOG_FILE, drop_missing_warm_start, resume_hint
+from embodrl.trainer.files import LOG_FILE, TRACE_DIR, drop_missing_warm_start, resume_hint
 from embodrl.trainer.lock import LOCK_FILE, RunLock, run_lock
 from embodrl.trainer.provenance import add_provenance, changes_so_far
 from embodrl.trainer.settings import last_settings, write_settings
@@ -132,7 +133,7 @@ def run_directory_of(directory: Path) -> Iterator[RunLock]:
     is_new = not directory.exists()
     with run_lock(directory) as lock:
         try:
-            with RunLog(directory / LOG_FILE):
+            with RunLog(directory / LOG_FILE), recordable((directory / TRACE_DIR).absolute()):
                 yield lock
         except EmbodrlError:
             if is_new:
