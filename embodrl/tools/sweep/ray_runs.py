@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import signal
-import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from embodrl.errors import UsageError
 from embodrl.fields import open_descriptor
-from embodrl.processes.ending import stop_with_parent
 from embodrl.scheduler.launchers.ray.launcher import connect, import_ray
+from embodrl.tools.sweep.ray_task import run_one
 from embodrl.tools.sweep.sweep import Sweep
 
 logger = logging.getLogger(__name__)
@@ -21,7 +18,6 @@ logger = logging.getLogger(__name__)
 FAILED = 1
 """Exit code that is reported for a run whose machine or task was lost."""
 _AMOUNTS = ("num_cpus", "num_gpus", "memory")
-_LOOK_S = 0.2
 _END_S = 25.0
 """Time that cancelled runs have to save; a task that Ray has not placed yet may never answer."""
 
@@ -50,33 +46,6 @@ def _fits(wanted: dict[str, Any], offered: dict[str, float]) -> bool:
     """Return whether a machine of Ray has the resources of a run."""
     amounts = {"CPU": wanted["num_cpus"], "GPU": wanted.get("num_gpus", 0.0), "memory": wanted.get("memory", 0.0)}
     return all(amount <= offered.get(name, 0.0) for name, amount in (amounts | wanted.get("resources", {})).items())
-
-
-def run_one(sweep: Sweep, index: int, directory: str) -> int:
-    """Run one run of a sweep on this machine, in ``directory``; return its exit code.
-
-    When Ray cancels the task, the run gets SIGTERM, on which it saves.
-
-    Raises:
-        FileNotFoundError: the directory of the sweep is not here.
-    """
-    with open(sweep.log(index), "ab", opener=open_descriptor) as log:
-        process = subprocess.Popen(
-            sweep.command(index),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=directory,
-            start_new_session=True,
-            preexec_fn=stop_with_parent,
-        )
-    try:
-        while process.poll() is None:  # the interrupt of Ray ends no system call
-            time.sleep(_LOOK_S)
-        return process.returncode
-    except KeyboardInterrupt:
-        process.send_signal(signal.SIGTERM)
-        return process.wait()
 
 
 class RayRuns:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.errors import MissingDependencyError, UsageError
-from embodrl.tools.sweep import ray_runs, runs
+from embodrl.tools.sweep import ray_runs, ray_task, runs
 from embodrl.tools.sweep.ray_runs import read_resources
 from embodrl.tools.sweep.runs import new_sweep, read_sweep, run_sweep
 from embodrl.tools.sweep.sweep import Sweep
@@ -120,10 +120,10 @@ def test_a_cancelled_task_lets_its_run_save(tmp_path: Path, monkeypatch: pytest.
         if (tmp_path / "started").exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ray_runs.time, "sleep", interrupted)
+    monkeypatch.setattr(ray_task.time, "sleep", interrupted)
     saves = f"trap 'touch {tmp_path}/saved; exit 143' TERM; touch {tmp_path}/started; while :; do :; done"
     sweep = made(monkeypatch, tmp_path / "sweep", OneByOne(), [saves, DONE])
-    assert ray_runs.run_one(sweep, 0, str(tmp_path)) == 143
+    assert ray_task.run_one(sweep, 0, str(tmp_path)) == 143
     assert (tmp_path / "saved").exists()
 
 
