@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.algorithms.kl import kl_per_token
+from embodrl.algorithms.totals import WHOLE, Totals
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
@@ -220,7 +221,11 @@ def divisor(deviation: Tensor, size: Tensor) -> Tensor:
 
 
 def normalize(
-    advantages: Tensor, valid: Tensor, weights: Tensor | None = None, returns: Tensor | None = None
+    advantages: Tensor,
+    valid: Tensor,
+    weights: Tensor | None = None,
+    returns: Tensor | None = None,
+    totals: Totals = WHOLE,
 ) -> Tensor:
     """Normalise advantages to zero mean and unit (population) variance over the valid entries; 0 elsewhere.
 
@@ -233,20 +238,26 @@ def normalize(
             actions sees the advantage of a chunk once per valid action.
         returns: ``float32[...]`` of the same shape, the returns the advantages were computed from, which set the
             rounding error; None for the advantages themselves.
+        totals: sums over the other parts of the rollout, too.
     """
     # float64: sums over a whole rollout lose no precision.
     selected = advantages[valid].double()
     result = torch.zeros_like(advantages)
-    if selected.numel():
-        share = torch.ones_like(selected) if weights is None else weights[valid].double()
-        share = share / share.sum()
-        centred = selected - (share * selected).sum()
-        deviation = (share * centred.square()).sum().sqrt()
-        size = selected.abs().max()
+    share = torch.ones_like(selected) if weights is None else weights[valid].double()
+    total = totals.sum(share.sum())
+    if total:
+        share = share / total
+        centred = selected - totals.sum((share * selected).sum())
+        deviation = totals.sum((share * centred.square()).sum()).sqrt()
+        size = _largest(selected)
         if returns is not None:
-            size = torch.maximum(size, returns[valid].double().abs().max())
-        result[valid] = (centred / divisor(deviation, size)).to(advantages.dtype)
+            size = torch.maximum(size, _largest(returns[valid].double()))
+        result[valid] = (centred / divisor(deviation, totals.max(size))).to(advantages.dtype)
     return result
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.abs().max() if values.numel() else values.new_zeros(())
 
 
 def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: float = 0.0) -> Tensor:
@@ -296,12 +307,22 @@ def group_ids(batch: TrajectoryBatch) -> Tensor:
     return torch.arange(num_envs, device=batch.task_id.device).expand(num_steps, num_envs)
 
 
-def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
-    """Return ``1 - Var(returns - values) / Var(returns)`` over valid entries; 0 if the returns are constant."""
+def explained_variance(values: Tensor, returns: Tensor, valid: Tensor, totals: Totals = WHOLE) -> float:
+    """Return ``1 - Var(returns - values) / Var(returns)`` over valid entries; 0 if the returns are constant.
+
+    ``totals`` sums over the other parts of the rollout, too.
+    """
     target = returns[valid].double()
-    if target.numel() < 2 or not bool(divisor(target.std(), target.abs().max()).isfinite()):
+    count = totals.sum(torch.tensor(float(target.numel()), dtype=torch.float64))
+
+    def variance(x: Tensor) -> Tensor:
+        mean = totals.sum(x.sum()) / count
+        return totals.sum((x - mean).square().sum()) / (count - 1)
+
+    size = totals.max(_largest(target))
+    if count < 2 or not bool(divisor((of_returns := variance(target)).sqrt(), size).isfinite()):
         return 0.0
-    return float(1.0 - (target - values[valid].double()).var() / target.var())
+    return float(1.0 - variance(target - values[valid].double()) / of_returns)
 
 
 def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor:
@@ -325,15 +346,16 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
     return torch.where(batch.valid, batch.rewards - config.kl.coef * kl, batch.rewards)
 
 
-def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
+def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig, totals: Totals = WHOLE) -> Advantages:
     """Return the advantages of a rollout, of whatever tasks, by the estimator ``algorithm.adv_type``.
 
-    Raises EmbodrlError if the estimator returns the wrong type or shape, or non-finite values.
+    ``totals`` normalises over the other parts of the rollout, too. Raises EmbodrlError if the estimator returns the
+    wrong type or shape, or non-finite values.
     """
-    return estimate(batch.replace(rewards=penalized_rewards(batch, config)), config)
+    return estimate(batch.replace(rewards=penalized_rewards(batch, config)), config, totals)
 
 
-def estimate(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
+def estimate(batch: TrajectoryBatch, config: AlgorithmConfig, totals: Totals = WHOLE) -> Advantages:
     """Return the advantages of the rewards as they are, without a KL; errors as ``compute_advantages``."""
     arguments: dict[str, Any] = {
         "rewards": batch.rewards,
@@ -356,7 +378,7 @@ def estimate(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
     by_action = config.loss_agg == "token_mean" and config.logprob_type != "chunk_level"
     if by_action and found.advantages.shape[-1] == 1:
         weights = batch.valid.sum(-1, keepdim=True)
-    return replace(found, advantages=normalize(found.advantages, found.valid, weights, found.returns))
+    return replace(found, advantages=normalize(found.advantages, found.valid, weights, found.returns, totals))
 
 
 def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:

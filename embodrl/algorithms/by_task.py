@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from embodrl.algorithms.advantages import Advantages, compute_advantages, estimate, penalized_rewards
+from embodrl.algorithms.totals import WHOLE, Totals
 from embodrl.config.schema import AlgorithmConfig, TaskAlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
@@ -23,7 +24,7 @@ _COLUMNS = (
 
 
 def advantages_by_task(
-    batch: TrajectoryBatch, config: AlgorithmConfig, tasks: Sequence[str]
+    batch: TrajectoryBatch, config: AlgorithmConfig, tasks: Sequence[str], totals: Totals = WHOLE
 ) -> tuple[Advantages, dict[str, float | None]]:
     """Return the advantages of a rollout and, with ``algorithm.by_task``, metrics of each task.
 
@@ -35,13 +36,14 @@ def advantages_by_task(
         batch: rollout.
         config: section ``algorithm``.
         tasks: names of the tasks, by ``task_id``.
+        totals: as for ``compute_advantages``; read without ``algorithm.by_task``.
 
     Raises:
         EmbodrlError: as ``compute_advantages``; estimators return values per chunk for one task, and per action for
             another; or a chunk is of none of the tasks.
     """
     if not config.by_task:
-        return compute_advantages(batch, config), {}
+        return compute_advantages(batch, config, totals), {}
     if len(batch) and int(batch.task_id.max()) >= len(tasks):
         raise EmbodrlError(
             f"a chunk has the task {int(batch.task_id.max())}, and env.tasks has {len(tasks)}",

@@ -8,6 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from embodrl.algorithms.totals import WHOLE, Totals
+
 
 @dataclass(frozen=True)
 class Episodes:
@@ -72,7 +74,9 @@ def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Epis
     return Episodes(index, names % num_envs if num_envs else names, start, end, torch.isin(names, key[lost]))
 
 
-def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: int, by_episode: bool) -> Tensor:
+def element_weights(
+    episodes: Episodes, num_elements: Tensor, rollout_length: int, by_episode: bool, totals: Totals = WHOLE
+) -> Tensor:
     """Return per-chunk weights ``float32[T,B]`` that turn a mean over ratios into a mean over episodes.
 
     ``sum(w * x) / N`` over the N elements (ratios) of a rollout then is, with ``by_episode``, the mean over episodes of
@@ -80,17 +84,17 @@ def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: in
     sums divided by a fixed length, so that long episodes are not weighted down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
 
     ``num_elements int64[T,B]`` counts the training elements of each chunk; an episode without any does not count.
-    ``rollout_length`` is that of an environment that is never idle.
+    ``rollout_length`` is that of an environment that is never idle; ``totals`` counts the other parts of the rollout.
     """
     index = episodes.index
     live = (index >= 0) & (num_elements > 0)
-    total = float(num_elements[live].sum())
+    total = float(totals.sum(num_elements[live].sum().double()))
     weights = torch.zeros(index.shape, device=index.device)
     if not total:
         return weights
     length = torch.zeros(len(episodes), device=index.device)
     length.index_add_(0, index[live], num_elements[live].float())
-    num_episodes = int((length > 0).sum())
+    num_episodes = float(totals.sum((length > 0).sum().double()))
     per_chunk = length[index[live]] if by_episode else float(rollout_length)
     # Cancels the 1/N of the loss.
     weights[live] = total / (num_episodes * per_chunk)

@@ -12,6 +12,7 @@ from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, proximal_terms
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
+from embodrl.algorithms.totals import WHOLE, Totals
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.shared_inputs import ROW
 from embodrl.data.trajectory import TrajectoryBatch
@@ -46,7 +47,9 @@ def checked_loss(output: object, name: str) -> LossOutput:
     )
 
 
-def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmConfig) -> Tensor | None:
+def chunk_weights(
+    batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmConfig, totals: Totals = WHOLE
+) -> Tensor | None:
     """Return ``float32[T,B]`` for ``algorithm.loss_agg``, given ``trained bool[T,B]``; None for equal weights."""
     if algorithm.loss_agg == "token_mean":
         return None
@@ -55,7 +58,7 @@ def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmC
     num_elements = element_counts(drawn & trained.unsqueeze(-1), batch.logprobs.shape[-1], algorithm.logprob_type)
     whole = element_counts(torch.ones_like(drawn), batch.logprobs.shape[-1], algorithm.logprob_type)
     length = int(whole[:, 0].sum()) if whole.numel() else 0
-    return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
+    return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean", totals)
 
 
 SOLVED = "solved"

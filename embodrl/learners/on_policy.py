@@ -21,6 +21,7 @@ from embodrl.algorithms.decoupled import (
     staleness_of,
 )
 from embodrl.algorithms.losses import LossCounts, LossOutput, is_largest
+from embodrl.algorithms.totals import WHOLE, Totals
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch, shuffled
 from embodrl.data.imitation import DemoDraws
@@ -59,7 +60,9 @@ def num_steps(batch: TrajectoryBatch, advantages: Advantages, config: Config) ->
 
 
 class OnPolicyUpdate(Update):
-    """Trains the policy on rollouts."""
+    """Trains the policy on rollouts; ``totals`` are over their parts in other processes."""
+
+    totals: Totals = WHOLE
 
     def __init__(
         self, engine: PolicyTrainEngine, config: Config, on_step: Callable[[int, int], None] | None = None
@@ -136,18 +139,17 @@ class OnPolicyUpdate(Update):
         aged = self.policy_staleness(batch)
         columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged) | solved_column(batch, algorithm)
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
-        chunks = flatten_chunks(batch.replace(**columns), advantages, trained, chunk_weights(batch, trained, algorithm))
+        weights = chunk_weights(batch, trained, algorithm, self.totals)
+        chunks = flatten_chunks(batch.replace(**columns), advantages, trained, weights)
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates = 0
         num_nonfinite = 0
         stopped = False
         first_kl: Tensor | float | None = None
         mismatch: dict[str, float] | None = None
-        epochs = algorithm.update_epoch
-        size = self.engine.config.global_batch_size
-        minibatches = chunks.minibatches(size, epochs, generator)
-        for _, minibatch in zip(self.steps(epochs * -(-len(chunks) // size)), minibatches, strict=True):
-            counts = counts_of(minibatch, algorithm, self.engine.device)
+        num_minibatches, minibatches = self.minibatches(chunks, generator)
+        for _, minibatch in zip(self.steps(num_minibatches), minibatches, strict=True):
+            counts = self.counts(minibatch)
             with span("forward and backward"):
                 total, metrics = self.engine.forward_backward(minibatch, partial(loss_fn, counts))
             if imitated is not None:
@@ -179,7 +181,7 @@ class OnPolicyUpdate(Update):
             result |= staleness_metrics(staleness, batch.valid)
         if needs_values:
             result["train/explained_variance"] = explained_variance(
-                batch["values"], advantages.returns, advantages.valid
+                batch["values"], advantages.returns, advantages.valid, self.totals
             )
         result |= {f"train/{name}": value for name, value in (mismatch or {}).items()}
         if first_kl is not None:
@@ -191,6 +193,16 @@ class OnPolicyUpdate(Update):
             "train/num_nonfinite": float(num_nonfinite),
             "train/early_stop": float(stopped),
         }
+
+    def minibatches(self, chunks: TrajectoryBatch, generator: torch.Generator) -> tuple[int, Iterator[TrajectoryBatch]]:
+        """Return the number of minibatches of an update, and the minibatches of its rows."""
+        epochs = self.algorithm.update_epoch
+        size = self.engine.config.global_batch_size
+        return epochs * -(-len(chunks) // size), chunks.minibatches(size, epochs, generator)
+
+    def counts(self, minibatch: TrajectoryBatch) -> LossCounts:
+        """Return what the losses of a minibatch are divided by."""
+        return counts_of(minibatch, self.algorithm, self.engine.device)
 
     def _loss_of(self, spec: FunctionSpec) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
         loss_fn = make_loss(self.engine.evaluate, self.algorithm, spec)

@@ -19,6 +19,7 @@ from embodrl.data.rng import capture_rng, generator_state, restore_generator, re
 from embodrl.deployment import Deployment
 from embodrl.errors import CheckpointError, PipelineError
 from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.controllers import ALONE, Controllers
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.learners.base import Learner, LearnerState
 from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases, peak_memory
@@ -51,6 +52,7 @@ class Parts:
         engine: train engine; copies its weights to ``policy`` on demand (``fetch``).
         imitated: demonstrations that these updates also imitate.
         from_records: updates the weights of off-policy and offline runs from records.
+        controllers: main processes of the run, which share its rollouts.
     """
 
     policy: VLAPolicy
@@ -62,6 +64,7 @@ class Parts:
     from_records: ReplayUpdater | None = None
     replay: ReplayStores | None = None
     recorded: OfflineData | None = None
+    controllers: Controllers = ALONE
 
     @property
     def stores(self) -> ReplayStores | OfflineData | DemoDraws | None:
@@ -139,7 +142,8 @@ class RolloutLearner(Learner):
         acting = (parts.rollouts.collector, parts.rewards)
         learning = (parts.on_policy, parts.imitated, parts.from_records, parts.replay, parts.recorded)
         before = _RollbackState(capture_rng(), generator_state(self._shuffle), parts.rewards.state())
-        context = PipelineContext(self.config, iteration, self.engine, *acting, self._shuffle, *learning)
+        totals = parts.controllers if parts.controllers.count > 1 else None
+        context = PipelineContext(self.config, iteration, self.engine, *acting, self._shuffle, *learning, totals)
         self._open = _OpenIteration(start, iteration, before)
         return context
 
@@ -163,11 +167,13 @@ class RolloutLearner(Learner):
         self._publish()
         self.phases.enter("rest")
         metrics |= self.phases.take_metrics() | peak_memory(self.engine)
-        faults = self.parts.rollouts.faults
+        faults = self.parts.rollouts.total_faults()
         seconds = time.perf_counter() - self._open.start
         iteration = self._open.iteration
         self._open = None
         self.is_updating = False
+        if self.parts.controllers.count > 1:
+            metrics["usage/controllers_mib"] = self.parts.controllers.take_num_bytes() / 2**20
         return ROW_0 | {
             "iteration": iteration + 1,
             "env_steps": self.env_steps,

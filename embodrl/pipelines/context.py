@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from embodrl.algorithms.advantages import Advantages
+    from embodrl.algorithms.totals import Totals
     from embodrl.data.batch import Batch
     from embodrl.data.offline import OfflineData
     from embodrl.data.replay import ReplayStores
@@ -66,6 +67,7 @@ class PipelineContext:
         from_records: for off-policy and offline runs; see ``learn``.
         replay: for off-policy runs; see ``stores``.
         recorded: for offline runs; see ``dataset``.
+        totals: sums statistics over the rollouts of several controllers; None for one.
     """
 
     config: Config
@@ -79,6 +81,7 @@ class PipelineContext:
     from_records: LearnsFromRecords | None = None
     replay: ReplayStores | None = None
     recorded: OfflineData | None = None
+    totals: Totals | None = None
 
     @property
     def updates(self) -> LearnsFromRollouts:

@@ -55,7 +55,8 @@ def advantage(context: PipelineContext, batch: TrajectoryBatch) -> tuple[Advanta
     """Estimate advantages and returns with ``algorithm.adv_type``, and of single tasks with ``algorithm.by_task``."""
     from embodrl.algorithms.by_task import advantages_by_task
 
-    return advantages_by_task(batch, context.config.algorithm, context.config.env.tasks)
+    totals = {} if context.totals is None else {"totals": context.totals}
+    return advantages_by_task(batch, context.config.algorithm, context.config.env.tasks, **totals)
 
 
 def train(

@@ -9,11 +9,14 @@ from pathlib import Path
 import torch
 
 from embodrl.config import LoadedConfig
+from embodrl.deployment.launched import launched
 from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.controllers import joined
 from embodrl.preflight.placement import weighed
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
-from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.storage.checkpoint import CheckpointManager, open_checkpoint, preflight
+from embodrl.trainer.controllers import follow, of_controllers
 from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
@@ -30,9 +33,12 @@ from embodrl.trainer.saving import is_complete, iteration_of
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_with_restarts
 from embodrl.trainer.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
-from embodrl.workers.policy import num_generators, num_threads
+from embodrl.workers.policy import num_generators, num_threads, resolve_device
 
 logger = logging.getLogger(__name__)
+
+COMPLETE = "complete"
+"""In place of the checkpoint to resume from: nothing is left to do."""
 
 
 def train(loaded: LoadedConfig) -> TrainResult:
@@ -43,12 +49,17 @@ def train(loaded: LoadedConfig) -> TrainResult:
     """
     loaded = weighed(loaded.with_absolute_paths())
     config = loaded.config
-    run_dir = run_directory(config)
     check_machine(config, loaded.deployment)
-    with run_directory_of(run_dir) as lock:
-        refuse_earlier_run(run_dir)
-        preflight(run_dir, LEAST_FREE_BYTES)
-        return run_with_restarts(loaded, run_dir, lock, work)
+    with joined(config, resolve_device(config)) as controllers:
+        run_dir = Path(controllers.first("run directory", str(run_directory(config))))
+        if controllers.rank:
+            controllers.first("begin", None)
+            return follow(loaded, run_dir, controllers, work)
+        with run_directory_of(run_dir) as lock:
+            refuse_earlier_run(run_dir)
+            preflight(run_dir, LEAST_FREE_BYTES)
+            controllers.first("begin", None)
+            return run_with_restarts(loaded, run_dir, lock, of_controllers(work, controllers))
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -60,9 +71,25 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     """
     if not is_run(directory):
         raise not_a_run(directory)
+    place = launched()
+    if place is not None and place.rank:
+        return _follow(directory, overrides, trust)
     with run_directory_of(directory) as lock:
         preflight(directory, LEAST_FREE_BYTES)
         return _resume(directory, lock, overrides, trust).exit_code
+
+
+def _follow(directory: Path, overrides: list[str], trust: bool) -> int:
+    """Take part in a resumed run as a controller other than the first, which chooses the checkpoint."""
+    loaded, _ = load_saved(directory, overrides, "train", None, True, trust)
+    loaded = weighed(loaded.with_absolute_paths())
+    check_machine(loaded.config, loaded.deployment)
+    with joined(loaded.config, resolve_device(loaded.config)) as controllers:
+        start = controllers.first("resume", None)
+        if start == COMPLETE:
+            return 0
+        checkpoint = None if start is None else open_checkpoint(Path(start))
+        return follow(loaded, directory, controllers, work, checkpoint).exit_code
 
 
 def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -> TrainResult:
@@ -82,14 +109,19 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
                 code="checkpoint-missing",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
-        return run_with_restarts(loaded, directory, lock, work, None, saved.text)
+        with joined(config, resolve_device(config)) as controllers:
+            controllers.first("resume", None)
+            return run_with_restarts(loaded, directory, lock, of_controllers(work, controllers), None, saved.text)
     state = checkpoint.state
-    generators = num_generators(config, loaded.deployment)
+    generators = num_generators(config, loaded.deployment) * config.cluster.controllers
     done = iteration_of(checkpoint)
     refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators, done)
-    if is_complete(checkpoint, config.runner.max_iterations) and has_results(directory):
-        return already_complete(config, directory, checkpoint, done, overrides)
-    return run_with_restarts(loaded, directory, lock, work, checkpoint, saved.text)
+    is_done = is_complete(checkpoint, config.runner.max_iterations) and has_results(directory)
+    with joined(config, resolve_device(config)) as controllers:
+        controllers.first("resume", COMPLETE if is_done else str(checkpoint.path.resolve()))
+        if is_done:
+            return already_complete(config, directory, checkpoint, done, overrides)
+        return run_with_restarts(loaded, directory, lock, of_controllers(work, controllers), checkpoint, saved.text)
 
 
 def work(session: RunSession) -> TrainResult:
@@ -121,6 +153,8 @@ def work(session: RunSession) -> TrainResult:
         code = code or session.stop.exit_code  # a signal may come while a run that moves closes
         session.lock.check()
         policy = trainer.learner.policy
+        if session.controllers.rank:  # the first one writes the results
+            return TrainResult(directory, code, policy)
         conclude(config, directory, policy, console, trainer.iteration, trainer.is_finished, trainer.is_saved)
     return TrainResult(directory, code, policy)
 
@@ -131,7 +165,7 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
 
     def stopped() -> bool:
         console.advance()
-        return bool(session.stop)
+        return session.hears_stop()
 
     console.phase("starting simulators")
     learner = start_learner(session, device, stopped, console.phase, closing, console.step)

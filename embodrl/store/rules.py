@@ -32,6 +32,7 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("algorithm.off_policy.intervention_device", None, "is corrected where collectors are (store.intervention)"),
     ("rollout.pipeline_stages", 1, "has no rollouts of its own"),
     ("rollout.streaming", False, "takes whole rollouts"),
+    ("rollout.min_running_shards", None, "has no rollouts of its own"),
     ("runner.save_rollouts", False, "has its rollouts in the store"),
 )
 """What a training run from a store needs of other settings, and why."""

@@ -22,7 +22,8 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _OWN_LINKS = ("checkpoints/best", "checkpoints/.best.partial")
 _LINKS_OF_OTHERS = ("wandb",)
 _DIRECTORIES = (
-    *("checkpoints", "logs", "mlflow", "policy", "policy_best", "swanlab", "tensorboard", "videos", "weights"),
+    *("checkpoints", "controllers", "logs", "mlflow", "policy", "policy_best", "swanlab", "tensorboard", "videos"),
+    "weights",
 )
 
 

@@ -83,7 +83,7 @@ class Trainer:
         with self._saved_on_error():
             try:
                 self._catch_up()
-                while not (self.is_finished or self.stop or self.moved):
+                while not (self.is_finished or self.session.is_to_stop() or self.moved):
                     self.session.lock.check()
                     start = time.perf_counter()
                     self.pending = self.learner.step(self.iteration)
@@ -97,6 +97,7 @@ class Trainer:
                 if not isinstance(error, InterruptedError) and (self.learner.is_updating or not self.stop.late):
                     raise
                 self._undo()
+                self.session.is_to_stop()  # a controller that was only interrupted gets the number of the signal
         if not self.is_saved:
             self._save()
         engine = self.learner.engine

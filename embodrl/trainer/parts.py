@@ -27,6 +27,7 @@ from embodrl.learners.on_policy import UPDATE, Demonstrations, OnPolicyUpdate
 from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts, RolloutLearner, RunCallbacks
+from embodrl.learners.shared_update import UPDATE as SHARED_UPDATE
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.pipelines.load import graph_of
@@ -47,7 +48,8 @@ from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
 from embodrl.trainer.teacher import load_teacher
 from embodrl.trainer.training_share import share_meter
-from embodrl.workers.actor import make_train_engine
+from embodrl.workers.actor import make_shared_engine, make_train_engine
+from embodrl.workers.collector import Share, share_config
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.policy import build_policy, check_features, check_memory, configure_torch, resolve_device
 from embodrl.workers.remote_backend import (
@@ -61,6 +63,7 @@ from embodrl.workers.remote_backend import (
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import LocalBackend, acting_policy, evaluator_class, make_collector
 from embodrl.workers.saved_rollouts import ROLLOUTS_DIR, ReplayedRollouts, SavingCollector
+from embodrl.workers.shared_rollouts import SharedBackend, SharedCollector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
@@ -147,7 +150,7 @@ def start_learner(
     config = session.config
     parts = build(session, device, stopped, closing, on_step)
     publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
-    callbacks = RunCallbacks(lambda: bool(session.stop), show_phase)
+    callbacks = RunCallbacks(session.is_to_stop, show_phase)
     graph = graph_of(session.loaded)
     if config.pipeline.placement:
         graph = with_placed_nodes(graph, config, session.deployment, session.directory / "logs", closing)
@@ -182,29 +185,43 @@ def acts_in_driver(
     deployment = session.deployment
     log_dir = session.directory / "logs"
     launcher = _start_launcher(session, closing)
-    pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
+    controllers = session.controllers
+    share = Share(controllers.rank, controllers.count)
+    whole, config = config, share_config(config, share)
+    places = deployment.of("env")[share.rows(whole.env.num_processes)]
+    pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=places)
     closing.callback(pool.close)
     pool.start_async()  # while the policy is built
     policy = make_policy(session, device)
     driver_copy_may_leave = config.rollout.enable_offload and deployment.trains_in_processes
     memory = policy_memory(policy) if driver_copy_may_leave else None
-    engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, memory=memory)
+    if controllers.count > 1:
+        engine: TrainEngine = make_shared_engine(session.weights_from, deployment, policy, controllers)
+    else:
+        engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, memory=memory)
     closing.callback(engine.close)
     pool.wait_started()
     check_environments(config, pool)
     threads = deployment.threads_of(deployment.of("rollout")[0])
     published = session.directory.resolve() / PUBLISHED_DIR
-    acting = make_rollout_engine(config, acting_policy(config, policy), threads, memory=memory, weights_dir=published)
+    part = (share.rank, share.count)
+    acting = make_rollout_engine(config, acting_policy(config, policy), threads, part, memory, published)
     rewards = RewardWorker(config, tuple(pool.spec.tasks))
     closing.callback(rewards.close)
     rewards.check(pool.spec)
     should_stop = also_lost(engine, stopped)
-    collector = make_collector(config, pool, acting, should_stop, rewards)
-    make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
+    make_own = partial(held_out_pool, log_dir=log_dir, places=places)
     evaluator = evaluator_class(config)(config, pool, acting, should_stop, make_own)
-    rollouts = LocalBackend(pool, acting, collector, evaluator)
+    if controllers.count > 1:
+        collector = SharedCollector(config, pool, acting, should_stop, rewards.judging, share)
+        rollouts: LocalBackend = SharedBackend(pool, acting, collector, evaluator)
+        collector.controllers = rollouts.controllers = controllers
+        learned: _Learning = {"on_policy": engine.attach(SHARED_UPDATE, whole, on_step)}
+    else:
+        rollouts = LocalBackend(pool, acting, make_collector(config, pool, acting, should_stop, rewards), evaluator)
+        learned = learning(config, policy, engine, pool, on_step)
     closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, rewards, **learning(config, policy, engine, pool, on_step))
+    return Parts(policy, engine, rollouts, rewards, **learned, controllers=controllers)
 
 
 def replays_in_driver(

@@ -42,6 +42,7 @@ class Saver:
         """
         self._session.lock.check()
         engine = self._learner.engine
+        controllers = self._session.controllers
         is_sharded = saves_shards(self._session.config, self._session.deployment)
         saved = EngineState({}, engine.counters()) if is_sharded else engine.state_dict()
         try:
@@ -57,11 +58,13 @@ class Saver:
             }
             write_shards = engine.save_shards if is_sharded else None
             blobs = {**kept.blobs, METRICS_BLOB: zlib.compress(metrics, 1)}
-            self.newest = self.manager.save(iteration, {**saved.tensors, **kept.tensors}, state, blobs, write_shards)
+            if controllers.rank == 0:
+                tensors = {**saved.tensors, **kept.tensors}
+                self.newest = self.manager.save(iteration, tensors, state, blobs, write_shards)
         except OutputError as error:
             logger.error("%s", error)
-            return False
-        return True
+            return controllers.first("saved", False)
+        return controllers.first("saved", True)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore engine, learner and random states from a checkpoint.

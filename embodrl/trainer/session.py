@@ -18,6 +18,7 @@ from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, OutputError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.controllers import ALONE
 from embodrl.processes.restarts import RestartBudget
 from embodrl.processes.trace import recordable
 from embodrl.reporting.log import RunLog
@@ -66,6 +67,7 @@ class RunSession:
 
     Attributes:
         engine: train engine; None until created. If it has lost a process, another attempt follows.
+        controllers: main processes of the run, of which this is one.
     """
 
     def __init__(
@@ -84,6 +86,19 @@ class RunSession:
         self.checkpoint = checkpoint
         self.old_settings = old_settings
         self.engine: TrainEngine | None = None
+        self.controllers = ALONE
+
+    def is_to_stop(self) -> bool:
+        """Return whether the run is to stop; all controllers call it at the same point, and get the same answer."""
+        if self.controllers.count > 1:
+            self.stop.take(max(self.controllers.exchange("stop", self.stop.number)))
+        return bool(self.stop)
+
+    def hears_stop(self) -> bool:
+        """Return whether this controller or, soon after, any other one has got a signal."""
+        if self.stop:
+            self.controllers.announce_stop(self.stop.number)
+        return bool(self.stop) or self.controllers.hears_stop()
 
     @property
     def config(self) -> Config:

@@ -42,6 +42,7 @@ FIXED = {
     r"env\.cameras(\.\d+\.(height|width))?": "its observations are images of that number and size",
     r"model\.model_type": "its weights belong to another model",
     r"store\.url": "it has counted the episodes of that store",
+    r"cluster\.controllers": "it contains the simulators and random numbers of each controller",
     r"algorithm\.teacher": "it has the weights of that teacher",
 }
 """Patterns of settings that must match the checkpoint on resume, and the reasons."""

@@ -102,6 +102,10 @@ class StopSignal:
         """
         self._hint = hint
 
+    def take(self, number: int) -> None:
+        """Stop as after a signal that another process of the run has got; 0 for none."""
+        self.number = self.number or number
+
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not self._thread.is_alive():
             return

@@ -19,8 +19,10 @@ from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.shared_inputs import RowInputs
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
+from embodrl.hybrid_engines.controllers import Controllers
 from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
+from embodrl.hybrid_engines.training.data_parallel import DataParallelTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
@@ -93,6 +95,14 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
     """Return the engine that trains in this process."""
     cores = deployment.threads_of(deployment.of("actor")[0])
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
+
+
+def make_shared_engine(
+    config: Config, deployment: Deployment, policy: VLAPolicy, controllers: Controllers
+) -> DataParallelTrainEngine:
+    """Return the engine of one of several controllers."""
+    cores = deployment.threads_of(deployment.of("actor")[0])
+    return DataParallelTrainEngine(policy, EngineOptions.of(config), policy.device, cores, controllers)
 
 
 def saves_shards(config: Config, deployment: Deployment) -> bool:

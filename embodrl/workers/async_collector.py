@@ -34,7 +34,7 @@ from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, ma
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
 from embodrl.workers.recorders import NOT_JUDGED, Judging
 from embodrl.workers.reward import RewardWorker
-from embodrl.workers.staleness import StalenessGate
+from embodrl.workers.staleness import RunningLimit, StalenessGate
 from embodrl.workers.streaming import ShardStream
 
 logger = logging.getLogger(__name__)
@@ -145,6 +145,8 @@ class AsyncCollector:
             runner.num_shards if isinstance(runner, ShardStream) else 1 for runner in self.runners
         )
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
+        if (low := config.rollout.min_running_shards) is not None:
+            self.gate.limit = RunningLimit(low, count, count)
         self._shards = _Shards()
         self._update = _Update()
         # Guards the gate and the fields that both the trainer and the stages change.
@@ -173,11 +175,17 @@ class AsyncCollector:
         clock = time.perf_counter()
         self._start()
         with self._changed:
+            rejected = self.gate.rejected
+            waited = False
             while (chosen := self._choose(count)) is None:
                 if self.should_stop():
                     raise InterruptedError
+                waited = True
                 self._changed.wait(_POLL_S)
             self.gate.give_out(chosen)
+            limit = self.gate.limit
+            if limit is not None and not more:
+                limit.adapt(waited, len(self.gate.waiting), self.gate.rejected - rejected)
             batches = [self._shards.finished[shard] for shard in chosen]
             # Steps of dropped shards count once, with the first batch of the update.
             dropped = 0 if more else self._shards.env_steps_dropped
@@ -186,6 +194,8 @@ class AsyncCollector:
                 "staleness/running": float(len(self.gate.running)),
                 "staleness/rejected_shards": float(self.gate.rejected),
             }
+            if limit is not None:
+                metrics["staleness/running_limit"] = float(limit.now)
             self._changed.notify_all()
         self._update.waited_s += time.perf_counter() - clock
         self._update.metas += [meta_of(batch) for batch in batches]
@@ -391,6 +401,7 @@ class AsyncCollector:
                 "again": sorted([*self._shards.again, *self.gate.running]),
                 "next_shard": self._shards.next,
                 "rejected": self.gate.rejected,
+                "running_limit": None if self.gate.limit is None else self.gate.limit.now,
                 "env_steps_dropped": self._shards.env_steps_dropped,
                 **record_of(shard_settings(self.config, self.num_parts)),
             }
@@ -422,6 +433,8 @@ class AsyncCollector:
         with self._changed:
             self.gate.version = version
             self.gate.rejected = state["rejected"]
+            if (limit := self.gate.limit) is not None:
+                limit.now = max(limit.low, state.get("running_limit") or limit.high)
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
             self._shards.finished = {
                 int(shard): batch_from_tensors(saved.tensors[f"shard_{shard}"], entry["batch_size"], entry["meta"])

@@ -63,6 +63,10 @@ class RolloutBackend(ABC):
         """Return metrics of the last weight sync to other processes, if they are of interest."""
         return {}
 
+    def total_faults(self) -> FaultCounts:
+        """Return the faults of the whole run."""
+        return self.faults
+
     def restored(self, engine: TrainEngine) -> None:  # noqa: B027 - only what publishes weights needs these
         """The engine's state comes from a checkpoint."""
 

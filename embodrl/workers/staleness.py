@@ -6,6 +6,35 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class RunningLimit:
+    """How many shards may run at once, between ``low`` and ``high``: as many as keep training busy.
+
+    Each update changes it by at most one (additive increase and decrease). Shards beyond what training needs would only
+    wait, and grow old.
+
+    Attributes:
+        now: the limit.
+    """
+
+    low: int
+    high: int
+    now: int
+
+    def adapt(self, waited: bool, waiting: int, dropped: int) -> None:
+        """Follow an update that has taken its shards.
+
+        Args:
+            waited: whether training had to wait for them.
+            waiting: finished shards left for later updates.
+            dropped: shards that became too old since the last update.
+        """
+        if waited and not dropped:
+            self.now = min(self.high, self.now + 1)
+        elif waiting or dropped:
+            self.now = max(self.low, self.now - 1)
+
+
+@dataclass
 class StalenessGate:
     """Admits shards of rollouts, and picks shards to train on, so that no chunk is trained on too late.
 
@@ -19,6 +48,7 @@ class StalenessGate:
         max_staleness: eta, most updates between the weights that chose an action and the weights it trains.
         batch_size: B, shards per update.
         max_running: C, concurrently running shards.
+        limit: adapts their number below C; None: always C.
         version: v, updates done.
         rejected: finished shards not trained on: filtered out, or too old.
         running: start version of each running shard, by number.
@@ -34,6 +64,7 @@ class StalenessGate:
     running: dict[int, int] = field(default_factory=dict[int, int])
     waiting: dict[int, int] = field(default_factory=dict[int, int])
     given_out: dict[int, int] = field(default_factory=dict[int, int])
+    limit: RunningLimit | None = None
 
     @property
     def accepted(self) -> int:
@@ -45,7 +76,8 @@ class StalenessGate:
     def capacity(self) -> int:
         """Return the number of shards that may start now."""
         ahead = (self.max_staleness + self.version + 1) * self.batch_size - (self.accepted + len(self.running))
-        return max(0, min(self.max_running - len(self.running), ahead))
+        most = self.max_running if self.limit is None else self.limit.now
+        return max(0, min(most - len(self.running), ahead))
 
     def begin(self, shard: int) -> None:
         """Record the start of a shard."""

@@ -7,6 +7,7 @@ from config_case import Wrong
 KEY = "rollout.workflow"
 WORKFLOW = f"{KEY}='embodrl.workers.workflows.workflow:ChunkWorkflow'"
 STREAM = "rollout.streaming=true"
+FEWEST, ADAPTS = "rollout.min_running_shards", "running-shards-can-adapt"
 STREAMS = "streams-are-of-single-episodes"
 AHEAD = ("runner.max_staleness=1", "algorithm.decoupled.enabled=true")
 PARTS, TWO_TASKS = "env.train.task_curriculum.parts", "env.tasks=[PushCube-v1,PullCube-v1]"
@@ -236,6 +237,8 @@ RULES = [
         "workflows-play-single-episodes",
         ("rollout.pipeline_stages=2", WORKFLOW, *EPISODES),
     ),
+    Wrong("synchronous adaptive shards", FEWEST, ADAPTS, (f"{FEWEST}=1", "rollout.pipeline_stages=2")),
+    Wrong("adaptive shards of one stage", FEWEST, ADAPTS, (f"{FEWEST}=1", *AHEAD)),
     Wrong("stream without staleness", "runner.max_staleness", STREAMS, (STREAM, *EPISODES)),
     Wrong("stream with auto-reset", "env.train.auto_reset", STREAMS, (STREAM, *AHEAD)),
     Wrong("stream of workflows", KEY, STREAMS, (STREAM, *AHEAD, WORKFLOW, *EPISODES)),

@@ -283,4 +283,18 @@ CLUSTER = [
         "offload-needs-a-gpu",
         ("actor.fsdp.cpu_offload=true", "actor=fsdp", "cluster.device=cpu"),
     ),
+    Wrong(
+        "several controllers without a launcher",
+        "cluster.controllers",
+        "controllers-are-launched",
+        ("cluster.controllers=2", "env.num_processes=2"),
+        names="torchrun",
+    ),
+    Wrong(
+        "several controllers that share a rollout",
+        "runner.eval_async",
+        "controllers-share-a-run",
+        ("runner.eval_async=true", "cluster.controllers=2", "env.num_processes=2"),
+        more=("cluster.controllers",),
+    ),
 ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import embodrl, metrics
+from runs import embodrl, metrics, start
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -141,3 +143,31 @@ def test_a_run_moves_to_a_faster_placement(config: Path, tmp_path: Path, machine
 
 def without(row: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in row.items() if name not in RESTARTS}
+
+
+@pytest.mark.timeout(600)
+def test_a_sweep_spreads_over_machines_and_resumes_after_a_signal(
+    config: Path,
+    plain: list[dict[str, object]],
+    tmp_path: Path,
+    machines: Callable[[int], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of the machines has room for one run of two cores."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("RAY_ADDRESS", machines(2).address)
+    directory = tmp_path / "sweep"
+    order = ("--config", config, "runner.seed=0,1", "--backend", "ray", "--ray", "num_cpus=2", "--output", directory)
+    running = start("sweep", *order)
+    deadline = time.monotonic() + 240
+    rows = [directory / f"seed-{seed}" / "metrics.jsonl" for seed in (0, 1)]
+    while not all(path.is_file() and path.read_text().count("\n") for path in rows):
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    stopped = running.communicate(timeout=120)
+    assert running.returncode == 143, stopped
+    assert not any((path.parent / "policy").exists() for path in rows)
+    done = embodrl("resume", directory)
+    assert done.code == 0, done.stderr
+    assert plain in [metrics(path.parent) for path in rows]

@@ -10,7 +10,7 @@ from embodrl.config.rules.base import Context, note, value_of
 from embodrl.config.schema import AppliesIf, Config, Section
 from embodrl.rule_set import Finding
 
-FACTS = ("loss", "estimator", "deployment", "launcher")
+FACTS = ("loss", "estimator", "deployment", "launcher", "trains_collectively")
 """Context attributes that conditions may name."""
 
 

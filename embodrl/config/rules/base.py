@@ -73,6 +73,13 @@ class Context:
             and self.deployment.rolls_out_in_processes
         )
 
+    @property
+    def trains_collectively(self) -> bool | None:
+        """Whether processes that train wait for each other; None if the placement is unknown."""
+        if self.config.cluster.controllers > 1:
+            return True
+        return None if self.deployment is None else self.deployment.trains_in_processes
+
     @cached_property
     def _defaults(self) -> Any:
         """Defaults of the sections for this simulator and model."""

@@ -119,6 +119,30 @@ def streams_are_of_single_episodes(context: Context) -> Iterator[Finding]:
         yield Finding(KEY, message, f"leave it out, or set {key}=false", "null", others=(key,))
 
 
+@rule(
+    "rollout.min_running_shards", "rollout", "runner.max_staleness", "env.train.total_num_envs", "algorithm.group_size"
+)
+def running_shards_can_adapt(context: Context) -> Iterator[Finding]:
+    """A number of running shards that adapts is of an asynchronous run with several."""
+    config = context.config
+    key, low = "rollout.min_running_shards", config.rollout.min_running_shards
+    if low is None:
+        return
+    if config.runner.max_staleness == 0:
+        message = "a synchronous run plays all its rollouts at once"
+        hint = "leave it out, or set runner.max_staleness to 1 or more"
+        yield Finding(key, message, hint, "null", others=("runner.max_staleness",))
+        return
+    processes = 1 if context.deployment is None else max(1, len(context.deployment.of("rollout")))
+    shards = processes * config.rollout.pipeline_stages
+    if config.rollout.streaming:
+        shards = config.env.train.total_num_envs // config.algorithm.group_size
+    if low >= shards:
+        message = f"is not below the number of shards that can run at once, {shards}"
+        hint = "lower it, or raise rollout.pipeline_stages"
+        yield Finding(key, message, hint, f"1 to {shards - 1}" if shards > 1 else "null")
+
+
 @rule("rollout.replay", "algorithm", "rollout", "reward", "runner.max_iterations", "runner.max_staleness", "env.tasks")
 def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
     """Saved rollouts are there for every iteration, and nothing else has to act in them."""

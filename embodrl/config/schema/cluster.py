@@ -118,11 +118,18 @@ class ClusterConfig(Section):
     )
     collective_timeout_s: Annotated[
         PositiveFloat,
-        AppliesIf("deployment.trains_in_processes", reason="the main process trains, without collectives"),
+        AppliesIf("trains_collectively", reason="the main process trains, without collectives"),
         WORKERS,
     ] = Field(
         default=300.0,
-        description="seconds for which a training process waits for the others in a collective call (fsdp, megatron)",
+        description="seconds for which a training process waits for the others in a collective call (fsdp, megatron),"
+        " and a controller for the others",
+    )
+    controllers: Annotated[PositiveInt, RL] = Field(
+        default=1,
+        le=100_000,
+        description="main processes of the run, each with its part of the simulators, rollouts and minibatches, whose"
+        " gradients are summed; torchrun, or what sets its variables, starts them",
     )
     restart_window_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=3600.0,

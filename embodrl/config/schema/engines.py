@@ -157,6 +157,11 @@ class RolloutConfig(Section):
         description="asynchronous runs: an update takes the first groups of episodes that have ended, and each of them"
         " makes room for another at once; false: rollouts of all environments of a stage",
     )
+    min_running_shards: Annotated[PositiveInt | None, RL] = Field(
+        default=None,
+        description="asynchronous runs: fewest shards at once; their number grows by one at an update that waited for"
+        " shards, up to all, and shrinks by one when shards wait or become too old; null: always all",
+    )
     own_process: Annotated[bool | None, PLACED] = Field(
         default=None,
         description="run rollouts in separate processes with their own simulators; null: if there are several, or"

@@ -16,7 +16,7 @@ from embodrl.tools.compare.cli import show_runs
 if TYPE_CHECKING:
     from embodrl.tools.sweep.runs import Sweep
 
-BACKENDS = ("local", "slurm")
+BACKENDS = ("local", "slurm", "ray")
 
 
 def sweep(
@@ -26,20 +26,25 @@ def sweep(
         Path | None, typer.Option("--output", metavar="DIR", help="new directory for all runs", show_default=False)
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", metavar="N", min=1, help="runs at a time", show_default="1")
+        int | None,
+        typer.Option("--jobs", "-j", metavar="N", min=1, help="runs at a time", show_default="1; Ray: all"),
     ] = None,
     backend: Annotated[
         str | None,
         typer.Option(
             "--backend",
             metavar="NAME",
-            help=" or ".join(BACKENDS),
+            help=", ".join(BACKENDS),
             autocompletion=one_of(BACKENDS),
             show_default="local",
         ),
     ] = None,
     slurm: Annotated[
         str, typer.Option("--slurm", metavar="OPTIONS", help="options of sbatch, in quotes", show_default=False)
+    ] = "",
+    ray: Annotated[
+        str,
+        typer.Option("--ray", metavar="RESOURCES", help="of each run, in quotes", show_default="num_cpus=1"),
     ] = "",
     trust: Trust = False,
     debug: Debug = False,
@@ -54,18 +59,21 @@ def sweep(
       embodrl sweep env=maniskill model=openvla runner.seed=0,1,2
       embodrl sweep runner.seed=0,1 algorithm=ppo,grpo --jobs 2 --output outputs/ppo-grpo
       embodrl sweep runner.seed=range(0,8) --backend slurm --jobs 4 --slurm "--gpus=1 --time=4:00:00"
+      embodrl sweep runner.seed=range(0,8) --backend ray --ray "num_cpus=4 num_gpus=1"
     """
 
     def action() -> int:
+        from embodrl.tools.sweep.combinations import MAX_RUNS
         from embodrl.tools.sweep.launcher import agreed, read_launcher
         from embodrl.tools.sweep.runs import new_sweep
 
         launch = read_launcher(overrides or [])
         chosen = agreed("--backend", backend, launch.backend, "local")
         choose(chosen, BACKENDS, "backend")
-        at_a_time = agreed("--jobs", jobs, launch.jobs, 1)
+        at_a_time = agreed("--jobs", jobs, launch.jobs, MAX_RUNS if chosen == "ray" else 1)
         options = [*shlex.split(slurm), *launch.slurm]
-        return work(new_sweep(launch.overrides, config, output, at_a_time, chosen, options, trust))
+        resources = shlex.split(ray)
+        return work(new_sweep(launch.overrides, config, output, at_a_time, chosen, options, trust, resources))
 
     execute(action, debug)
 

@@ -19,6 +19,7 @@ LAUNCHERS = {
     "submitit_local": "local",
     "submitit_slurm": "slurm",
     "slurm": "slurm",
+    "ray": "ray",
 }
 """Launcher -> backend of `embodrl sweep`."""
 JOBS = ("array_parallelism", "n_jobs")

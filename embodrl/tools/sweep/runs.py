@@ -1,4 +1,4 @@
-"""`embodrl sweep`: several runs in parallel on this machine or as Slurm jobs, and their comparison."""
+"""`embodrl sweep`: several runs in parallel on this machine, on a Ray cluster or as Slurm jobs; their comparison."""
 
 from __future__ import annotations
 
@@ -15,96 +15,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.argument_file import PREFIX, text_of_arguments
-from embodrl.config.compose import arguments_of_file, assignment, code_of, foreign_code, parse_arguments
+from embodrl.config.compose import arguments_of_file, foreign_code
 from embodrl.config.trust import approve, is_approved
 from embodrl.deployment.topology import read_machine
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError, UsageError
 from embodrl.fields import open_descriptor, read_fields
 from embodrl.pipelines.load import load_config
-from embodrl.processes.child import module_command
 from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.progress import Progress
+from embodrl.scheduler.launchers.ray.launcher import import_ray
 from embodrl.storage.json_file import write_json_file, write_text_file
-from embodrl.tools.compare.comparison import RunView, comparison_page, read_runs
+from embodrl.tools.compare.comparison import comparison_page
 from embodrl.tools.sweep.combinations import SweptRun, expand_sweep
+from embodrl.tools.sweep.ray_runs import RayRuns, read_resources
 from embodrl.tools.sweep.spec import SWEEP_FILE
+from embodrl.tools.sweep.sweep import EMBODRL, LOGS, SETTINGS, Sweep
 from embodrl.trainer.afterwards import afterwards
-from embodrl.trainer.files import POLICY_DIR, REPORT_FILE
 from embodrl.trainer.lock import run_lock
 from embodrl.trainer.stop import StopSignal
 
 COMPARISON_FILE = "comparison.html"
 SCRIPT_FILE = "sweep.sbatch"
-BACKENDS = ("local", "slurm")
-LOGS = "logs"
-SETTINGS = "settings"
+BACKENDS = ("local", "slurm", "ray")
 APPROVAL = "approval"
 """Key in sweep.json: digest of the other entries, keyed with the secret of the user who started the sweep."""
-_EMBODRL = module_command("embodrl")
 STOP_S = 30.0
 POLL_S = 1.0
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """A sweep, as kept in sweep.json.
-
-    Runs get their settings as files with the trust of sweep.json: on the command line, another user's settings would
-    count as the user's own.
-
-    Attributes:
-        runs: runs in starting order.
-        config_file: YAML file of all runs, absolute; None for none.
-        slurm: options of sbatch, e.g. ``--gpus=1``.
-        approved: this user has written or trusted the sweep.
-        trust: the runs are started with --trust.
-    """
-
-    directory: Path
-    runs: tuple[SweptRun, ...]
-    config_file: Path | None
-    max_iterations: tuple[int, ...]
-    jobs: int
-    backend: str
-    slurm: tuple[str, ...]
-    approved: bool = False
-    trust: bool = False
-
-    def command(self, index: int) -> list[str]:
-        """Return the command that starts a run, or resumes it if it has a checkpoint or metrics."""
-        path = self.path(index)
-        trust = ["--trust"] * self.trust
-        if (path / METRICS_FILE).is_file() or any(path.glob("checkpoints/step_*")):
-            return [*_EMBODRL, "resume", *trust, str(path)]
-        config = [] if self.config_file is None else ["--config", str(self.config_file)]
-        settings = [f"{PREFIX}{self.settings_file(index)}", assignment("runner.output_dir", path)]
-        return [*_EMBODRL, "train", *trust, *config, *settings]
-
-    def settings_file(self, index: int) -> Path:
-        return self.directory / SETTINGS / f"{self.runs[index].name}.yaml"
-
-    def write_settings(self) -> None:
-        """Write the argument files of the remaining runs; raises OutputError."""
-        (self.directory / SETTINGS).mkdir(exist_ok=True)
-        for index in self.unfinished():
-            texts = list(self.runs[index].overrides)
-            approved = code_of(parse_arguments(texts)[0]) if self.approved else {}
-            write_text_file(self.settings_file(index), text_of_arguments(texts, approved))
-
-    def path(self, index: int) -> Path:
-        return self.directory / self.runs[index].name
-
-    def is_finished(self, index: int) -> bool:
-        return (self.path(index) / POLICY_DIR).is_dir() and (self.path(index) / REPORT_FILE).is_file()
-
-    def unfinished(self) -> list[int]:
-        return [index for index in range(len(self.runs)) if not self.is_finished(index)]
-
-    def views(self) -> list[RunView]:
-        paths = [self.path(index) for index in range(len(self.runs))]
-        return read_runs([path for path in paths if (path / METRICS_FILE).is_file()])
 
 
 def is_sweep(directory: Path) -> bool:
@@ -120,6 +57,7 @@ def new_sweep(
     backend: str = "local",
     slurm: Sequence[str] = (),
     trust: bool = False,
+    ray: Sequence[str] = (),
 ) -> Sweep:
     """Check all runs of a sweep and write its directory; starts nothing.
 
@@ -128,21 +66,20 @@ def new_sweep(
 
     Raises:
         ConfigError: a run has an invalid configuration: all problems of all runs.
-        EmbodrlError: the machine has too few cores or GPUs for the concurrent runs, or no sbatch.
+        EmbodrlError: the machine has too few cores or GPUs for the concurrent runs, no sbatch, or no Ray.
+        UsageError: options are for another backend.
         OutputError: the directory has an earlier sweep, or can't be written.
     """
-    if backend == "local":
-        make_slots(jobs)
-    else:
-        check_slurm()
-    runs = expand_sweep(overrides)
+    check_backend(backend, jobs, slurm, ray)
+    threads = [f"cluster.num_threads={int(read_resources(ray)['num_cpus']) or 1}"] * (backend == "ray")
+    runs = expand_sweep([*threads, *overrides])
     directory = (directory or Path("outputs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
     file = None if config_file is None else config_file.absolute()
     iterations = _check(runs, file, trust)
     if is_sweep(directory):
         hint = f"`embodrl resume {directory}` continues it; or choose another --output"
         raise OutputError(f"{directory} holds an earlier sweep", hint, code="sweep-exists")
-    sweep = Sweep(directory, tuple(runs), file, tuple(iterations), jobs, backend, tuple(slurm), True, trust)
+    sweep = Sweep(directory, tuple(runs), file, tuple(iterations), jobs, backend, tuple(slurm), True, trust, tuple(ray))
     _check_script(sweep)
     (directory / LOGS).mkdir(parents=True, exist_ok=True)
     content: dict[str, object] = {
@@ -150,6 +87,7 @@ def new_sweep(
         "jobs": jobs,
         "backend": backend,
         "slurm": list(slurm),
+        "ray": list(ray),
         "runs": [
             {"name": run.name, "overrides": list(run.overrides), "max_iterations": count}
             for run, count in zip(runs, iterations, strict=True)
@@ -157,6 +95,21 @@ def new_sweep(
     }
     write_json_file(directory / SWEEP_FILE, content | {APPROVAL: approve(content)})
     return sweep
+
+
+def check_backend(backend: str, jobs: int, slurm: Sequence[str], ray: Sequence[str]) -> None:
+    """Check that runs can be started; see ``new_sweep``."""
+    for name, options in (("slurm", slurm), ("ray", ray)):
+        if options and name != backend:
+            message = f"--{name} has options, but the backend is {backend}"
+            raise UsageError(message, f"add --backend {name}, or leave out --{name}", code="sweep-backend")
+    if backend == "local":
+        make_slots(jobs)
+    elif backend == "slurm":
+        check_slurm()
+    else:
+        import_ray()
+        read_resources(ray)
 
 
 def _check(runs: Sequence[SweptRun], config_file: Path | None, trust: bool) -> list[int]:
@@ -212,7 +165,8 @@ def read_sweep(directory: Path, trust: bool = False) -> Sweep:
     approved = trust or is_approved(content, found.text(APPROVAL, ""))
     config_file = None if file is None else Path(file)
     slurm = tuple(found.texts("slurm"))
-    sweep = Sweep(path.parent, runs, config_file, iterations, jobs, backend, slurm, approved, trust)
+    ray = tuple(found.texts("ray")) if "ray" in found.content else ()
+    sweep = Sweep(path.parent, runs, config_file, iterations, jobs, backend, slurm, approved, trust, ray)
     _check_script(sweep)
     if not approved and (problems := _foreign_code(sweep, str(path))):
         raise ConfigError(problems)
@@ -274,52 +228,29 @@ def make_slots(jobs: int) -> list[Slot]:
     return [Slot(share(index, cores), share(index, gpus) if gpus else None) for index in range(jobs)]
 
 
-def run_sweep(sweep: Sweep) -> int:
-    """Run the unfinished runs, each on its share of the machine; write the comparison.
-
-    A failing run does not stop the others. SIGTERM and Ctrl-C stop the sweep and all runs, which save first.
-
-    Returns:
-        0; 1 if a run has failed; 128 + the signal's number if one has stopped it.
+class LocalRuns:
+    """Runs as processes of this machine, each on its share of it.
 
     Raises:
         EmbodrlError: the machine has too few cores or GPUs.
     """
-    slots = make_slots(sweep.jobs)
-    with run_lock(sweep.directory), StopSignal(STOP_S) as stop:
-        sweep.write_settings()
-        stop.can_save(f"`embodrl resume {sweep.directory}` continues the sweep")
-        with Progress("sweep", sum(sweep.max_iterations), "iterations", is_even=False) as progress:
-            failed = _Queue(sweep, slots, stop, progress).work()
-        _compare(sweep)
-        return stop.exit_code or (1 if failed else 0)
 
+    started = "started"
 
-class _Queue:
-    def __init__(self, sweep: Sweep, slots: list[Slot], stop: StopSignal, progress: Progress) -> None:
+    def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._stop = stop
-        self._progress = progress
-        self._waiting = sweep.unfinished()
-        self._free = list(reversed(slots))
+        self._free = list(reversed(make_slots(sweep.jobs)))
         self._running: dict[subprocess.Popen[bytes], tuple[int, Slot]] = {}
-        self._failed: list[int] = []
 
-    def work(self) -> list[int]:
-        try:
-            while self._running or (self._waiting and not self._stop):
-                while self._waiting and self._free and not self._stop:
-                    self._start(self._waiting.pop(0), self._free.pop())
-                self._wait()
-                if self._stop:
-                    self._end()
-                self._report()
-        finally:
-            self._end()
-        return self._failed
+    @property
+    def indices(self) -> list[int]:
+        return [index for index, _ in self._running.values()]
 
-    def _start(self, index: int, slot: Slot) -> None:
-        sweep = self._sweep
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def start(self, index: int) -> None:
+        slot = self._free.pop()
         environment = dict(os.environ)
         if slot.gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
@@ -328,9 +259,9 @@ class _Queue:
             os.sched_setaffinity(0, slot.cores)
             stop_with_parent()
 
-        with open(_log_of(sweep, index), "ab", opener=open_descriptor) as log:
+        with open(self._sweep.log(index), "ab", opener=open_descriptor) as log:
             process = subprocess.Popen(
-                sweep.command(index),
+                self._sweep.command(index),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -339,23 +270,84 @@ class _Queue:
                 preexec_fn=bind,
             )
         self._running[process] = (index, slot)
-        self._progress.message(f"{sweep.runs[index].name}: started")
 
-    def _wait(self) -> None:
-        """Wait until a run has ended, at most for a moment."""
+    def wait(self, seconds: float) -> list[tuple[int, int]]:
+        """Wait until a run has ended, at most that long; return index and exit code of each that has."""
         with selectors.DefaultSelector() as selector:
             descriptors = [os.pidfd_open(process.pid) for process in self._running]
             try:
                 for descriptor in descriptors:
                     selector.register(descriptor, selectors.EVENT_READ)
-                selector.select(POLL_S)
+                selector.select(seconds)
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
+        ended = []
         for process in [process for process in self._running if process.poll() is not None]:
             index, slot = self._running.pop(process)
             self._free.append(slot)
-            self._ended(index, process.returncode)
+            ended.append((index, process.returncode))
+        return ended
+
+    def end(self) -> None:
+        """Stop the remaining runs, which save."""
+        for process in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        for process in self._running:
+            process.wait()
+        self._running = {}
+
+    def close(self) -> None:
+        """Nothing is held between runs."""
+
+
+def run_sweep(sweep: Sweep) -> int:
+    """Run the unfinished runs, each on its share of the machine or as a task of Ray; write the comparison.
+
+    A failing run does not stop the others. SIGTERM and Ctrl-C stop the sweep and all runs, which save first.
+
+    Returns:
+        0; 1 if a run has failed; 128 + the signal's number if one has stopped it.
+
+    Raises:
+        EmbodrlError: the machine has too few cores or GPUs, or Ray is not installed.
+    """
+    runs = RayRuns(sweep) if sweep.backend == "ray" else LocalRuns(sweep)
+    with contextlib.closing(runs), run_lock(sweep.directory), StopSignal(STOP_S) as stop:
+        sweep.write_settings()
+        stop.can_save(f"`embodrl resume {sweep.directory}` continues the sweep")
+        with Progress("sweep", sum(sweep.max_iterations), "iterations", is_even=False) as progress:
+            failed = _Queue(sweep, runs, stop, progress).work()
+        _compare(sweep)
+        return stop.exit_code or (1 if failed else 0)
+
+
+class _Queue:
+    def __init__(self, sweep: Sweep, runs: LocalRuns | RayRuns, stop: StopSignal, progress: Progress) -> None:
+        self._sweep = sweep
+        self._runs = runs
+        self._stop = stop
+        self._progress = progress
+        self._waiting = sweep.unfinished()
+        self._failed: list[int] = []
+
+    def work(self) -> list[int]:
+        runs = self._runs
+        try:
+            while runs.indices or (self._waiting and not self._stop):
+                while self._waiting and runs.has_room() and not self._stop:
+                    index = self._waiting.pop(0)
+                    runs.start(index)
+                    self._progress.message(f"{self._sweep.runs[index].name}: {runs.started}")
+                for index, code in runs.wait(POLL_S):
+                    self._ended(index, code)
+                if self._stop:
+                    runs.end()
+                self._report()
+        finally:
+            runs.end()
+        return self._failed
 
     def _ended(self, index: int, code: int) -> None:
         run = self._sweep.runs[index]
@@ -363,7 +355,7 @@ class _Queue:
             self._progress.message(f"{run.name}: finished")
         elif not self._stop:
             self._failed.append(index)
-            self._progress.message(f"{run.name}: failed with exit code {code}, see {_log_of(self._sweep, index)}")
+            self._progress.message(f"{run.name}: failed with exit code {code}, see {self._sweep.log(index)}")
 
     def _report(self) -> None:
         self._progress.update(*self._progress_of_runs())
@@ -372,22 +364,10 @@ class _Queue:
         sweep = self._sweep
         total = len(self._sweep.runs)
         done = [_iterations_done(sweep, index) for index in range(total)]
-        indices = [index for index, _ in self._running.values()]
+        indices = self._runs.indices
         running = [f"{sweep.runs[index].name} {done[index]}/{sweep.max_iterations[index]}" for index in indices]
         ended = total - len(self._waiting) - len(running)
         return sum(done), "; ".join([f"{ended} of {total} runs done", *running])
-
-    def _end(self) -> None:
-        for process in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        for process in self._running:
-            process.wait()
-        self._running = {}
-
-
-def _log_of(sweep: Sweep, index: int) -> Path:
-    return sweep.directory / LOGS / f"{sweep.runs[index].name}.log"
 
 
 def _iterations_done(sweep: Sweep, index: int) -> int:
@@ -459,7 +439,7 @@ def slurm_script(sweep: Sweep) -> str:
         lines += [
             f"{index})",
             f"  if compgen -G {path}'/checkpoints/step_*' > /dev/null || [ -f {path}/{METRICS_FILE} ]; then",
-            f"    exec {shlex.join([*_EMBODRL, 'resume', *['--trust'] * sweep.trust, str(sweep.path(index))])}",
+            f"    exec {shlex.join([*EMBODRL, 'resume', *['--trust'] * sweep.trust, str(sweep.path(index))])}",
             "  fi",
             f"  exec {shlex.join(sweep.command(index))} ;;",
         ]

@@ -113,6 +113,22 @@ def test_rollouts_run_ahead_as_far_as_they_may_and_no_farther(started: Any) -> N
     assert [worker.schedule.draw(i, 0)[0].tolist() for i in range(5)] == parts.began()[:5]
 
 
+def test_fewer_shards_run_while_finished_ones_wait(started: Any) -> None:
+    settings = ("runner.max_staleness=2", "runner.max_iterations=10", "rollout.pipeline_stages=2")
+    parts = started(*settings, "rollout.min_running_shards=1")
+    worker = parts.worker
+    assert worker.gather(0)[1]["staleness/running_limit"] == 2, "training has waited"
+    parts.wait_until(lambda: len(worker.gate.waiting) == 4 and not worker.gate.running)
+    worker.update_weights([], 1)
+    parts.wait_until(lambda: len(worker.gate.waiting) == 6 and not worker.gate.running)
+    assert worker.gather(1)[1]["staleness/running_limit"] == 1
+    saved = worker.state()
+    other = started(*settings, "rollout.min_running_shards=1").worker
+    other.load_state(saved, 1)
+    assert other.gate.limit.now == 1
+    assert started(*settings).worker.gate.limit is None
+
+
 def test_new_weights_reach_a_rollout_that_is_under_way(started: Any) -> None:
     parts = started("runner.max_staleness=1", "runner.max_iterations=2", policy=PacedPolicy(CHUNKS + 1))
     worker, policy = parts.worker, parts.policy

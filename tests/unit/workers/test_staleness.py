@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from embodrl.workers.staleness import StalenessGate
+from embodrl.workers.staleness import RunningLimit, StalenessGate
 
 
 @pytest.mark.parametrize(("staleness", "first"), [(0, 8), (1, 16), (4, 40)])
@@ -36,6 +36,32 @@ def test_no_more_run_at_the_same_time_than_there_are_stages() -> None:
     assert gate.capacity() == 1
     gate.abandon(0)
     assert gate.capacity() == 2
+
+
+def test_the_limit_follows_who_waits() -> None:
+    limit = RunningLimit(low=2, high=4, now=4)
+    seen = []
+    for waited, waiting, dropped in (
+        *((True, 0, 0), (False, 3, 0), (False, 1, 0), (False, 1, 0)),  # at the top; shards wait: down to the bottom
+        *((False, 0, 0), (True, 0, 0), (True, 2, 0), (True, 0, 1), (False, 0, 1)),  # balance; training waits; too old
+    ):
+        limit.adapt(waited, waiting, dropped)
+        seen.append(limit.now)
+    assert seen == [4, 3, 2, 2, 2, 3, 4, 3, 2]
+
+
+def test_a_limit_bounds_what_runs() -> None:
+    gate = StalenessGate(4, batch_size=8, max_running=3, limit=RunningLimit(1, 3, 2))
+    assert gate.capacity() == 2
+    gate.begin(0)
+    gate.begin(1)
+    assert gate.limit is not None
+    gate.limit.now = 1
+    assert gate.capacity() == 0, "what runs goes on"
+    gate.finish(0)
+    assert gate.capacity() == 0
+    gate.finish(1)
+    assert gate.capacity() == 1
 
 
 def test_synchronous_training_takes_turns() -> None:

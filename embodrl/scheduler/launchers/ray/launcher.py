@@ -53,8 +53,22 @@ Packed = tuple[bytes, Blobs]
 def import_ray() -> ModuleType:
     """Import ``ray``; raises MissingDependencyError if it is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise MissingDependencyError("the launcher 'ray' needs Ray", "pip install 'embodrl[ray]'")
+        raise MissingDependencyError("Ray is not installed", "pip install 'embodrl[ray]'")
     return importlib.import_module("ray")
+
+
+def connect(ray: ModuleType, address: str | None, **options: object) -> None:
+    """Join the Ray cluster at an address; for None, at RAY_ADDRESS or on this machine, or start one."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token to the home directory
+    path = os.pathsep.join([PACKAGE_ROOT, *(entry for entry in sys.path if entry)])
+    ray.init(
+        address,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="warning",
+        runtime_env={"env_vars": {"PYTHONPATH": path}},
+        **options,
+    )
 
 
 def _address() -> str:
@@ -333,16 +347,7 @@ class RayLauncher(Launcher):
         self._timeout_s = timeout_s
         self._owned = not self._ray.is_initialized()
         if self._owned:
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token to the home directory
-            path = os.pathsep.join([PACKAGE_ROOT, *(entry for entry in sys.path if entry)])
-            self._ray.init(
-                address,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="warning",
-                runtime_env={"env_vars": {"PYTHONPATH": path}},
-                **options,
-            )
+            connect(self._ray, address, **options)
         self._channels: list[RayChannel] = []
         self._reservation: Reservation | None = None
         self._meeting: dict[str, str] = {}

@@ -22,6 +22,7 @@ def test_settings_of_a_launcher_become_options_of_the_sweep() -> None:
         ["runner.seed=0,1"], "slurm", 4, ("--time=90", "--gpus-per-node=2", "--mem=32G", "--partition=long")
     )
     assert read_launcher(["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == HydraLauncher([], "local", 2)
+    assert read_launcher(["hydra/launcher=ray"]) == HydraLauncher([], "ray")
 
 
 @pytest.mark.parametrize(
