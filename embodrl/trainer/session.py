@@ -101,6 +101,11 @@ class RunSession:
         return bool(self.stop) or self.controllers.hears_stop()
 
     @property
+    def run_directory(self) -> Path:
+        """Directory of the run, in which a controller other than the first has its own ``directory``."""
+        return self.directory.parents[1] if self.controllers.rank else self.directory
+
+    @property
     def config(self) -> Config:
         """Values of the configuration."""
         return self.loaded.config
@@ -138,7 +143,7 @@ class RunSession:
             elif self.engine is not None and lost_trainers(self.engine):
                 raise TrainersLostError(error) from error
             if not isinstance(error, (ConfigError, OutputError)):
-                error.add_hint(resume_hint(self.directory))
+                error.add_hint(resume_hint(self.run_directory))
             raise
 
 
