@@ -477,7 +477,8 @@ FAMILIES += [
         "TD3+BC in bfloat16",
         "actor.precision",
         "td3-bc-has-an-actor",
-        ("actor.precision=bf16", "algorithm.off_policy.demos={tmp}", "algorithm=td3_bc", "model=mlp"),
+        ("actor.precision=bf16", "algorithm.off_policy.demos={tmp}", "model=mlp", *TD3_BC),
+        more=("rollout.precision",),
     ),
     Wrong(
         "RECAP without labels",
