@@ -80,7 +80,7 @@ def trained_by_one(directory: Path, *settings: str) -> dict[str, torch.Tensor]:
     return load_file(directory / "0.safetensors")
 
 
-@pytest.mark.parametrize("settings", [(), GROUPS], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("settings", [(), pytest.param(GROUPS, marks=pytest.mark.long)], ids=["ppo", "grpo"])
 def test_two_controllers_train_as_one_with_all_environments(settings: tuple[str, ...], tmp_path: Path) -> None:
     first, second = trained(tmp_path, *settings)
     one = trained_by_one(tmp_path / "one", *settings)
@@ -98,6 +98,7 @@ def test_two_controllers_train_as_one_with_all_environments(settings: tuple[str,
     assert [row["env_steps"] for row in rows[0][1:]] == [48, 96, 144]
 
 
+@pytest.mark.long
 def test_a_stopped_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for place in (whole, stopped):
@@ -124,6 +125,7 @@ def test_a_stopped_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
 SHARDED = ("actor.training_backend=fsdp", "algorithm.kl.coef=0.1", "actor.micro_batch_size=4")
 
 
+@pytest.mark.long
 def test_sharded_weights_train_as_whole_ones_and_outlive_a_controller(tmp_path: Path) -> None:
     whole, sharded, killed = (tmp_path / name for name in ("whole", "sharded", "killed"))
     for place in (whole, sharded, killed):
@@ -174,6 +176,7 @@ def test_a_killed_controller_ends_the_other(tmp_path: Path) -> None:
     assert (run / "checkpoints" / "step_1").is_dir()
 
 
+@pytest.mark.long
 def test_what_passes_between_controllers_does_not_grow_with_rollouts(tmp_path: Path) -> None:
     sent: list[float] = []
     for number, chunks in enumerate((4, 16)):
