@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.api import ConfigLike, configured, torch_settings
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, UsageError
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.learners.rollout import RolloutLearner
 from embodrl.names import import_object, label_of, workflow_agents
@@ -49,6 +49,9 @@ def started(loaded: LoadedConfig) -> Iterator[RolloutLearner]:
         EmbodrlError: the directory holds an earlier run, a requirement is missing, or a process could not be started.
     """
     config = loaded.config
+    if config.cluster.controllers > 1:
+        message = "a session is carried out by one process"
+        raise UsageError(message, "set cluster.controllers to 1", code="controllers-share-a-run")
     directory = run_directory(config)
     place = loaded.deployment.main_place
     check_machine(config, loaded.deployment)

@@ -57,6 +57,8 @@ _ALWAYS = (
     *("cluster.ray_address", "env.python", "env.robot_module", "extensions", "model.python"),
     *("recipe.collect", "recipe.rl", "recipe.sft", "recipe.teacher"),
 )
+_EVALUATED = "env.eval.settings."
+"""Section with settings of evaluations' environments, under the names that they have in ``env``."""
 TRUST_VARIABLE = "EMBODRL_TRUST"
 SEAL = "# SHA-256 of all above: "
 _APPROVAL = re.compile(r"^# approval of the settings that run code: ([0-9a-f]{64})$", re.MULTILINE)
@@ -66,8 +68,14 @@ RUN_FILES = ("metrics.jsonl", "sft_metrics.jsonl", "provenance.json", "checkpoin
 
 def code_settings(tree: Node) -> dict[str, object]:
     """Return the settings of a tree that would run code, by dotted key."""
-    found = {key: node.plain() for key in CODE_SETTINGS if (node := lookup(tree, key)) is not None}
-    return {key: value for key, value in found.items() if _runs_code(key, value)}
+    keys = [*CODE_SETTINGS, *(key.replace("env.", _EVALUATED, 1) for key in CODE_SETTINGS if key.startswith("env."))]
+    found = {key: node.plain() for key in keys if (node := lookup(tree, key)) is not None}
+    return {key: value for key, value in found.items() if _runs_code(_of_training(key), value)}
+
+
+def _of_training(key: str) -> str:
+    """Return the key of training's environments for one of evaluations."""
+    return key.replace(_EVALUATED, "env.", 1)
 
 
 def _runs_code(key: str, value: object) -> bool:
@@ -97,8 +105,8 @@ def untrusted_code(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
             problems.append(
                 ConfigProblem(
                     key,
-                    f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[key]}; the file is of a run that"
-                    " this user did not start, belongs to another user, or is world-writable",
+                    f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[_of_training(key)]}; the file is of a"
+                    " run that this user did not start, belongs to another user, or is world-writable",
                     str(foreign.origin),
                     hint=f"review the file and the code that it names; then repeat the command with --trust (or"
                     f" {TRUST_VARIABLE}=1), or set it on the command line",

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 from embodrl.fields import open_descriptor
@@ -20,11 +19,12 @@ VARIABLE = "EMBODRL_TRACE"
 """Environment variable: directory of the trace files."""
 NAME_VARIABLE = "EMBODRL_TRACE_NAME"
 SWITCH = "switch"
-"""File in that directory; its first byte is 1 while spans are recorded."""
+"""File in that directory: the time of ``time.perf_counter`` until which spans are recorded."""
+_SWITCH_BYTES = 32
 
 
 @contextmanager
-def recordable(directory: Path, on: bool = False) -> Iterator[None]:
+def recordable(directory: Path, until_s: float = 0.0) -> Iterator[None]:
     """Let ``switch`` start and stop the recording of this process and those that it starts, in ``directory``.
 
     Earlier recordings there are deleted. Within another such block nothing changes.
@@ -33,9 +33,10 @@ def recordable(directory: Path, on: bool = False) -> Iterator[None]:
         yield
         return
     directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob("[0-9]*.jsonl"):
-        left.unlink()
-    switch(directory, on)
+    for left in (*directory.glob("[0-9]*.jsonl"), directory / SWITCH):
+        left.unlink(missing_ok=True)
+    (directory / SWITCH).touch()
+    switch(directory, until_s)
     os.environ[VARIABLE] = str(directory)
     try:
         yield
@@ -46,11 +47,11 @@ def recordable(directory: Path, on: bool = False) -> Iterator[None]:
             directory.rmdir()
 
 
-def switch(directory: Path, on: bool) -> None:
-    """Start or stop the recording; OSError if there is no such directory."""
-    descriptor = open_descriptor(directory / SWITCH, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def switch(directory: Path, until_s: float) -> None:
+    """Record until that time, by ``time.perf_counter``; OSError if there is no switch, or a link in its place."""
+    descriptor = open_descriptor(directory / SWITCH, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        os.pwrite(descriptor, b"1" if on else b"0", 0)
+        os.pwrite(descriptor, f"{until_s:.6f}".ljust(_SWITCH_BYTES).encode(), 0)
     finally:
         os.close(descriptor)
 
@@ -78,29 +79,32 @@ def naming(name: str) -> Mapping[str, str]:
     return {NAME_VARIABLE: name} if VARIABLE in os.environ else {}
 
 
+# Files are opened for each span: a descriptor that is kept could outlive its run, or be another file's by then.
 def _write(event: Mapping[str, object]) -> None:
-    # One write per line keeps lines of several threads whole in a file open for appending.
-    os.write(_file(os.getpid(), os.environ[VARIABLE]), (json.dumps(event) + "\n").encode())
+    path = Path(os.environ[VARIABLE]) / f"{os.getpid()}.jsonl"
+    with suppress(OSError):  # a full disk costs the timeline, not the run
+        descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            lines = [event] if os.fstat(descriptor).st_size else [_process_name(), event]
+            # One write keeps lines of several threads whole in a file open for appending.
+            os.write(descriptor, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        finally:
+            os.close(descriptor)
+
+
+def _process_name() -> Mapping[str, object]:
+    args = {"name": os.environ.get(NAME_VARIABLE, "main")}
+    return {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": args}
 
 
 def _is_on(directory: str) -> bool:
-    descriptor = _switch(os.getpid(), directory)
-    return descriptor is not None and os.pread(descriptor, 1, 0) == b"1"
-
-
-# By process id, so that a forked process opens its own files.
-@lru_cache(maxsize=1)
-def _switch(pid: int, directory: str) -> int | None:
     try:
-        return open_descriptor(Path(directory) / SWITCH, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_descriptor(Path(directory) / SWITCH, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # a process on another machine, which is not recorded
-        return None
-
-
-@lru_cache(maxsize=1)
-def _file(pid: int, directory: str) -> int:
-    path = Path(directory) / f"{pid}.jsonl"
-    descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    name = {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": os.environ.get(NAME_VARIABLE, "main")}}
-    os.write(descriptor, (json.dumps(name) + "\n").encode())
-    return descriptor
+        return False
+    try:
+        return time.perf_counter() < float(os.pread(descriptor, _SWITCH_BYTES, 0))
+    except ValueError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -58,10 +58,10 @@ def share_config(config: Config, share: Share) -> Config:
     if count == 1:
         return config
     env = config.env
-    mine = share.rows(env.num_processes)
+    first = share.rows(env.num_processes).start % max(1, len(env.remote))
     parts = {
         "num_processes": env.num_processes // count,
-        "remote": tuple(env.remote[rank % len(env.remote)] for rank in range(mine.start, mine.stop) if env.remote),
+        "remote": (*env.remote[first:], *env.remote[:first]),  # in turn from there; all, for a server that is gone
         "train": env.train.model_copy(update={"total_num_envs": env.train.total_num_envs // count}),
         "eval": env.eval.model_copy(update={"total_num_envs": env.eval.total_num_envs // count}),
     }

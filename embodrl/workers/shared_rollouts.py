@@ -26,7 +26,8 @@ from embodrl.workers.evaluator import (
 from embodrl.workers.rollout_backend import LocalBackend
 
 _STOPS = (InterruptedError, KeyboardInterrupt, SystemExit)
-"""A stop of the run; the last two, late in its time. All controllers still meet, so that they can save."""
+"""A stop of the run; the last two, late in its time. All controllers still meet, so that
+they can save; one that is stopped late while it waits for the others ends the run without."""
 
 
 class SharedCollector(SyncCollector):

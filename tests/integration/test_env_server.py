@@ -150,9 +150,9 @@ def test_videos_of_simulators_there_are_those_of_simulators_here(served, tmp_pat
 def test_a_run_takes_no_video_that_it_did_not_ask_for(tmp_path):
     videos = RemoteVideos()
     assert videos.start({"row": 1, "path": str(tmp_path / "a")}) == {"row": 1, "number": 0}
-    for name in ("1_success.mp4", "../0_success.mp4", "0_success.sh"):
+    for wrong in ({"1_success.mp4": b"x"}, {"../0_success.mp4": b"x"}, {"0_success.sh": b"x"}, {0: b"x"}, [b"x"]):
         with raises_code("message", MessageError):
-            videos.keep({name: b"x"})
+            videos.keep(wrong)
     videos.keep({"0_failure.mp4": b"x"})
     assert [path.name for path in tmp_path.iterdir()] == ["a_failure.mp4"]
 

@@ -133,8 +133,11 @@ class RemoteSimulator:
                 except EnvError as error:
                     problems[address] = error
                     # A restart may arrive before the server has reaped the simulator it replaces.
-                    if error.code != "env-remote-ending":
-                        addresses.remove(address)
+                    if error.code == "env-remote-ending":
+                        break
+                    if error.code != "env-remote-full":
+                        raise
+                    addresses.remove(address)
                 else:
                     if address != self._address:
                         logger.warning("%s; %s runs the simulator now", problems[self._address], address)

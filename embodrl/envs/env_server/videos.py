@@ -11,6 +11,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from embodrl.envs.env_server.link import MAX_MESSAGE_BYTES
 from embodrl.envs.pool.manager import EnvManager
@@ -73,14 +74,16 @@ class RemoteVideos:
         self._paths.append(Path(str(arguments["path"])))
         return {"row": arguments["row"], "number": len(self._paths) - 1}
 
-    def keep(self, videos: Mapping[str, object]) -> None:
-        """Write the videos of an answer.
+    def keep(self, videos: object) -> None:
+        """Write the videos of an answer, by file name.
 
         Raises:
             MessageError: none of the run's.
         """
-        for name, data in videos.items():
-            found = _WRITTEN.fullmatch(name)
+        if not isinstance(videos, dict):
+            raise MessageError(f"the env server sent a {type(videos).__name__} as videos")
+        for name, data in cast("dict[object, object]", videos).items():
+            found = _WRITTEN.fullmatch(str(name))
             if found is None or int(found[1]) >= len(self._paths) or not isinstance(data, bytes):
                 raise MessageError(f"the env server sent the video '{name}', which this run did not ask for")
             path = self._paths[int(found[1])]

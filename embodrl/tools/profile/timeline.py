@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from embodrl.trainer.result import TrainResult
 
 TRACE_FILE = "trace.json"
 _LOOK_S = 0.2
+_RENEWED_S = 5.0
 WAITING = ("wait for simulators", "rollout")
 """Spans in which a process may be idle; nested spans count by themselves."""
 Event = dict[str, Any]
@@ -54,7 +57,7 @@ def profile(loaded: LoadedConfig, run_dir: Path) -> TrainResult:
     directory = run_dir / "trace"
     with removed_if_empty(run_dir):
         try:
-            with recordable(directory, on=True):
+            with recordable(directory, math.inf):
                 return train(loaded)
         finally:
             if events := read_events(directory):
@@ -76,13 +79,12 @@ def watch(run_dir: Path, seconds: float) -> list[ProcessShare]:
         message = f"no process of this machine carries out {run_dir}"
         raise OutputError(message, "name the directory of a run in progress", code="profile-not-running")
     started = 1e6 * time.perf_counter()
-    switch(directory, on=True)
-    try:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and is_locked(run_dir):
+    with suppress(FileNotFoundError):  # the run has ended, with nothing recorded
+        deadline = time.perf_counter() + seconds
+        while (now := time.perf_counter()) < deadline and is_locked(run_dir):
+            switch(directory, min(now + _RENEWED_S, deadline))  # it goes off by itself if this process is killed
             time.sleep(min(_LOOK_S, seconds))
-    finally:
-        switch(directory, on=False)
+        switch(directory, 0.0)
     ended = 1e6 * time.perf_counter()
     events = [e for e in read_events(directory) if e["ph"] == "M" or e["ts"] + e["dur"] >= started]
     write_text_file(run_dir / "logs" / TRACE_FILE, json.dumps({"traceEvents": events}))

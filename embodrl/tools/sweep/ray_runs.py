@@ -12,6 +12,7 @@ from embodrl.fields import open_descriptor
 from embodrl.scheduler.launchers.ray.launcher import connect, import_ray
 from embodrl.tools.sweep.ray_task import run_one
 from embodrl.tools.sweep.sweep import Sweep
+from embodrl.trainer.lock import is_locked
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ FAILED = 1
 """Exit code that is reported for a run whose machine or task was lost."""
 _AMOUNTS = ("num_cpus", "num_gpus", "memory")
 _END_S = 25.0
-"""Time that cancelled runs have to save; a task that Ray has not placed yet may never answer."""
+"""Time in which cancelled tasks answer; one that Ray has not placed yet may never. Runs that are saving have longer."""
 
 
 def read_resources(texts: Sequence[str]) -> dict[str, Any]:
@@ -100,7 +101,9 @@ class RayRuns:
         for reference in self._running:
             self._ray.cancel(reference)
         if self._running:
-            self._ray.wait(list(self._running), num_returns=len(self._running), timeout=_END_S)
+            _, left = self._ray.wait(list(self._running), num_returns=len(self._running), timeout=_END_S)
+            while left and any(is_locked(self._sweep.path(self._running[one])) for one in left):
+                _, left = self._ray.wait(left, num_returns=len(left), timeout=1.0)
         self._running = {}
 
     def close(self) -> None:

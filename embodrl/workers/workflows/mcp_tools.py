@@ -85,9 +85,14 @@ class McpTools:
         Raises:
             WorkflowError: the server is lost, or its answer has not the form of a result.
         """
+        # In a task of its own: what the package still sends after a cancellation is not waited for.
+        task = asyncio.create_task(self._session.client.call_tool(call.name, dict(call.arguments)))
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
-            async with asyncio.timeout(self.timeout_s):
-                result = await self._session.client.call_tool(call.name, dict(call.arguments))
+            done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+            if not done:
+                raise TimeoutError
+            result = task.result()
             text = _text_of(result)
             text = f"error: {text}" if result.is_error else text
         except TimeoutError:
@@ -98,6 +103,8 @@ class McpTools:
             text = f"error: {error.message}"
         except Exception as error:
             raise self._lost(error) from error
+        finally:
+            task.cancel()
         if len(text) > self.max_chars:
             text = text[: self.max_chars] + _CUT.format(len(text))
         return {"role": "tool", "content": text}

@@ -152,6 +152,13 @@ def test_a_reference_is_taken_for_code() -> None:
     assert code_settings(tree) == {"reward.fn": "${runner.name}"}
 
 
+@pytest.mark.parametrize("key", [key for key in CODE_SETTINGS if key.startswith("env.")])
+def test_settings_of_evaluations_are_code_like_those_of_training(key: str) -> None:
+    name = key.removeprefix("env.")
+    tree = from_plain({"env": {"eval": {"settings": {name: "hostile_code:Env"}}}}, Origin("run"))
+    assert code_settings(tree) == {f"env.eval.settings.{name}": "hostile_code:Env"}
+
+
 def test_estimators_of_tasks_are_code_if_they_are_functions() -> None:
     for entries, runs in (
         ([{"task": "a:b", "adv_type": "grpo"}, {"task": "c"}], False),
@@ -187,6 +194,7 @@ SITES = {
     "hybrid_engines/rollout/native.py": "",
     "tools/parity/cli.py": "",
     "tools/recipe/stages.py": "recipe.collect recipe.rl recipe.sft recipe.teacher",
+    "tools/sweep/ray_task.py": "",
     "tools/sweep/runs.py": "",
     "names.py": "actor.optim.fn reward.fn rollout.agent rollout.workflow pipeline.fn"
     " algorithm.off_policy.intervention_device",
@@ -209,6 +217,7 @@ SITES = {
     "session.py": "",  # looks for the function that the script gives
     "workers/actor.py": "",
     "workers/rollout_backend.py": "",
+    "workers/workflows/mcp_tools.py": "",
 }
 CALLS = {"import_object", "import_module", "__import__", "Popen", "run_path", "run_module", "exec", "eval", "system"}
 CALLS |= {"create_subprocess_exec", "create_subprocess_shell", "execv", "execve", "spawnv"}

@@ -57,6 +57,8 @@ def test_shares_are_neighbouring_rows() -> None:
     assert mine.env.eval.total_num_envs == config.env.eval.total_num_envs // 2
     assert mine.env.num_processes == 2
     assert share_config(config, Share()) is config
+    config = config_of("env.num_processes=4", "env.remote=[tcp://a:1,tcp://b:1,tcp://c:1]")
+    assert share_config(config, Share(1, 2)).env.remote == ("tcp://c:1", "tcp://a:1", "tcp://b:1"), "all, in turn"
 
 
 def test_the_episodes_of_all_shares_are_those_of_the_run() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from expect import raises_code
 
 from embodrl.errors import OutputError
-from embodrl.processes.trace import NAME_VARIABLE, VARIABLE, naming, record, recordable, span, switch
+from embodrl.processes.trace import NAME_VARIABLE, SWITCH, VARIABLE, naming, record, recordable, span, switch
 from embodrl.tools.profile.timeline import Event, measured_window, read_events, shares, watch
 
 
@@ -51,7 +53,8 @@ def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch, t
 
 def test_every_process_writes_its_own_file_under_its_name(tmp_path: Path) -> None:
     code = "from embodrl.processes.trace import span\nwith span('work'): pass\nraise SystemExit(3)"
-    switch(tmp_path, on=True)
+    (tmp_path / SWITCH).touch()
+    switch(tmp_path, math.inf)
     for name in ("one", "two"):
         environment = {VARIABLE: str(tmp_path), NAME_VARIABLE: name}
         assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 3
@@ -68,12 +71,16 @@ def test_the_switch_starts_and_stops_the_recording(tmp_path: Path, monkeypatch: 
     directory = tmp_path / "trace"
     with recordable(directory):
         for number, on in enumerate((False, True, False, True)):
-            switch(directory, on)
+            switch(directory, math.inf if on else 0.0)
             record(f"work {number}", number, number + 1)
         assert [e["name"] for e in read_events(directory) if e["ph"] == "X"] == ["work 1", "work 3"]
     with recordable(directory):
         record("work 4", 4, 5)
         assert read_events(directory) == []  # those of before are gone
+        switch(directory, math.inf)
+        record("work 5", 5, 6)
+        assert [e["name"] for e in read_events(directory) if e["ph"] == "X"] == ["work 5"]
+    shutil.rmtree(directory)
     assert VARIABLE not in os.environ and list(tmp_path.iterdir()) == []
 
 
@@ -89,3 +96,11 @@ def test_a_run_that_nobody_carries_out_is_not_recorded(tmp_path: Path) -> None:
     (tmp_path / ".lock").touch()
     with raises_code("profile-not-running", OutputError):
         watch(tmp_path, 1.0)
+
+
+def test_a_switch_that_is_a_link_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("kept")
+    (tmp_path / SWITCH).symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic"):
+        switch(tmp_path, math.inf)
+    assert (tmp_path / "other").read_text() == "kept"
