@@ -49,9 +49,9 @@ def public_directory(path, kind, **changes):
     return write_language_model(path, kind, **{**PUBLIC, **head, **changes})
 
 
-def engine_of(kind, policy, num_threads=1, **more):
-    sampling = SamplingConfig(temperature=0.9)
-    return kind(policy, RolloutConfig(precision="fp32"), sampling, 7, num_threads, **more)
+def engine_of(kind, policy, num_threads=1, **limits):
+    common = policy, RolloutConfig(precision="fp32"), SamplingConfig(temperature=0.9), 7, num_threads, (0, 1)
+    return NativeRolloutEngine(*common) if kind is NativeRolloutEngine else kind(common, DecodeLimits(**limits))
 
 
 def asked(*rows):
@@ -177,7 +177,7 @@ def test_later_turns_find_their_beginning_in_the_cache_and_none_after_new_weight
 
 def test_two_processes_share_each_layer(policy):
     before = psutil.Process().children(recursive=True)
-    found = engine_of(VllmTextEngine, policy, limits=DecodeLimits(8, tensor_parallel_size=2))
+    found = engine_of(VllmTextEngine, policy, max_num_seqs=8, tensor_parallel_size=2)
     workers = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert len(workers) >= 2
     assert_same_engine(found, engine_of(NativeRolloutEngine, policy))

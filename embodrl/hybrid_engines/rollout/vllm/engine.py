@@ -201,9 +201,10 @@ def make(parts: RolloutParts) -> VllmEngine:
     """Return the engine of a rollout."""
     settings = section_in(parts.config.rollout, "vllm", VllmConfig)
     rows = settings.max_num_seqs or max_batch_rows(parts.config)
-    limits = DecodeLimits(rows, settings.max_num_batched_tokens, settings.tensor_parallel_size)
+    caches = settings.enable_prefix_caching is not False
+    limits = DecodeLimits(rows, settings.max_num_batched_tokens, settings.tensor_parallel_size, caches)
     if parts.policy.writes_text:
         from embodrl.hybrid_engines.rollout.vllm.text_engine import VllmTextEngine
 
-        return VllmTextEngine(*parts.common, limits, settings.enable_prefix_caching is not False)
+        return VllmTextEngine(parts.common, limits)
     return VllmRolloutEngine(*parts.common, limits)

@@ -38,17 +38,19 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """What a step of vLLM may process at once, and on how many devices.
+    """What a step of vLLM may process at once, where, and what is kept of it.
 
     Attributes:
         max_num_seqs: rows; further ones wait.
         max_num_batched_tokens: tokens, at least those of a row; None for those of ``max_num_seqs`` rows.
         tensor_parallel_size: processes of vLLM that share each layer; 1 runs it in this process.
+        caches_prefixes: keep the keys and values of prompts of tokens until weights change.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
     tensor_parallel_size: int = 1
+    caches_prefixes: bool = True
 
     def tokens(self, max_length: int) -> int:
         """Return the tokens of a step at most, for rows of at most ``max_length``."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from vllm.v1.sample.logits_processor import LogitsProcessor  # pyright: ignore[reportMissingImports]
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates  # pyright: ignore[reportMissingImports]
 
-from embodrl.hybrid_engines.rollout.vllm.writing import Writing, draw_next
+from embodrl.hybrid_engines.rollout.vllm.writing import RowWriting, draw_next
 
 
 class WrittenTokens(LogitsProcessor):
@@ -17,7 +17,7 @@ class WrittenTokens(LogitsProcessor):
 
     def __init__(self, vllm_config: object, device: torch.device, is_pin_memory: bool) -> None:
         # Position in vLLM's batch -> how it is written, and the list of tokens drawn so far, which vLLM appends to.
-        self._rows: dict[int, tuple[Writing, Sequence[int]]] = {}
+        self._rows: dict[int, tuple[RowWriting, Sequence[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
         """Tell that the most probable token changes."""

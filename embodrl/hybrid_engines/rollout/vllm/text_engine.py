@@ -14,10 +14,13 @@ from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.hybrid_engines.rollout.base import ActRequest
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmEngine, unserved
 from embodrl.hybrid_engines.rollout.vllm.llm import DecodeLimits, LocalLlm, ServedModel
-from embodrl.hybrid_engines.rollout.vllm.writing import Writing
+from embodrl.hybrid_engines.rollout.vllm.writing import RowWriting
 from embodrl.models.base import VLAPolicy
 from embodrl.models.planner.policy import PlannerPolicy
 from embodrl.types import PolicyOutput
+
+Common = tuple[VLAPolicy, RolloutConfig, SamplingConfig, int, int, tuple[int, int]]
+"""``RolloutParts.common``."""
 
 
 class VllmTextEngine(VllmEngine):
@@ -28,27 +31,18 @@ class VllmTextEngine(VllmEngine):
     the policy's own pass over the prompts. See RolloutEngine.
 
     Args:
-        policy, config, sampling, seed, num_threads, part: see RolloutEngine.
-        limits: rows and tokens that vLLM processes at once, and its processes.
-        caches_prefixes: keep the keys and values of conversations until weights change.
+        common: the first arguments of RolloutEngine.
+        limits: rows and tokens that vLLM processes at once, its processes, and whether it keeps prefixes.
 
     Raises:
         EmbodrlError: the policy is no planner.
         MissingDependencyError: see LocalLlm.
     """
 
-    def __init__(
-        self,
-        policy: VLAPolicy,
-        config: RolloutConfig,
-        sampling: SamplingConfig,
-        seed: int,
-        num_threads: int = 1,
-        part: tuple[int, int] = (0, 1),
-        limits: DecodeLimits | None = None,
-        caches_prefixes: bool = True,
-    ) -> None:
-        super().__init__(policy, config, sampling, seed, num_threads, part)
+    def __init__(self, common: Common, limits: DecodeLimits | None = None) -> None:
+        super().__init__(*common)
+        policy, config, *_ = common
+        limits = limits or DecodeLimits()
         if not isinstance(policy, PlannerPolicy):
             raise unserved(policy)
         self._served = policy
@@ -56,11 +50,11 @@ class VllmTextEngine(VllmEngine):
         network, length = policy.network, policy.max_prompt + policy.max_tokens
         self.decoder = LocalLlm(
             ServedModel(network.public_config(), network.cached, self.device, dtype, length),
-            limits or DecodeLimits(),
+            limits,
             self.num_threads,
             config.enable_offload,
             {
-                "enable_prefix_caching": caches_prefixes,
+                "enable_prefix_caching": limits.caches_prefixes,
                 # By name: vLLM's processes import it.
                 "logits_processors": ["embodrl.hybrid_engines.rollout.vllm.logits_processor:WrittenTokens"],
                 # What it leaves of a row's logits is the log-prob of the token that it has drawn.
@@ -83,7 +77,7 @@ class VllmTextEngine(VllmEngine):
             noise = [row for part, source in pairs for row in policy.noise(part.batch_size, source).cpu()]
         sampling = request.sampling or self.sampling
         rows = [
-            Writing(() if tree is None else tree.texts, sampling, mine, policy.vocabulary.size)
+            RowWriting(() if tree is None else tree.texts, sampling, mine, policy.vocabulary.size)
             for tree, mine in zip(page.calls, noise, strict=True)
         ]
         prompts = [ids[mask].tolist() for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True)]
@@ -97,7 +91,7 @@ class VllmTextEngine(VllmEngine):
         output.version = version
         return output
 
-    def _write(self, prompts: list[list[int]], rows: list[Writing]) -> tuple[Tensor, Tensor]:
+    def _write(self, prompts: list[list[int]], rows: list[RowWriting]) -> tuple[Tensor, Tensor]:
         """Return tokens ``int64[B,M]``, padded, and their log-probs ``float32[B,M]``, 0 where nothing was written."""
         from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 

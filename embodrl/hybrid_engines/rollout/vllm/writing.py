@@ -21,7 +21,7 @@ _tree = functools.lru_cache(maxsize=16)(CallTree.of)
 
 
 @dataclass(frozen=True)
-class Writing:
+class RowWriting:
     """How a row is written.
 
     Attributes:
@@ -48,7 +48,7 @@ class Writing:
         return choices
 
 
-def draw_next(logits: Tensor, rows: Sequence[tuple[Writing, Sequence[int]]]) -> Tensor:
+def draw_next(logits: Tensor, rows: Sequence[tuple[RowWriting, Sequence[int]]]) -> Tensor:
     """Draw the next token of rows with the tokens written so far; ``logits float32[R,V]`` are overwritten.
 
     What remains of them is the drawn token's log-prob, and -inf elsewhere.

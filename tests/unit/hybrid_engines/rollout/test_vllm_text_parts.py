@@ -76,7 +76,8 @@ def test_the_same_messages_are_written_as_by_the_native_engine(policy, num_threa
     rows = [conversation([{"role": "user", "content": text}], [TOOL], choice) for text, choice in
             (("a", "required"), ("go", "auto"), ("go on", "required"))]  # fmt: skip
     seen, config = Observation.concat(rows), RolloutConfig(precision="fp32")
-    served, native = (kind(policy, config, SAMPLING, 7, num_threads) for kind in (VllmTextEngine, NativeRolloutEngine))
+    common = policy, config, SAMPLING, 7, num_threads, (0, 1)
+    served, native = VllmTextEngine(common), NativeRolloutEngine(*common)
     pairs = [(engine.act(seen, True), engine.decide(seen, "greedy")) for engine in (served, native)]
     for found, wanted in zip(*pairs, strict=True):
         assert found.forward_inputs.keys() == wanted.forward_inputs.keys()
@@ -94,7 +95,7 @@ def test_the_same_messages_are_written_as_by_the_native_engine(policy, num_threa
 def test_prefixes_are_cached_unless_refused(policy):
     config = RolloutConfig(precision="fp32")
     for caches in (True, False):
-        engine = VllmTextEngine(policy, config, SAMPLING, 7, caches_prefixes=caches)
+        engine = VllmTextEngine((policy, config, SAMPLING, 7, 1, (0, 1)), DecodeLimits(caches_prefixes=caches))
         assert engine.decoder.options["enable_prefix_caching"] is caches
 
 
@@ -131,4 +132,4 @@ def test_what_is_refused_before_the_start(monkeypatch):
 
 def test_only_planners_write():
     with raises_code("vllm-policy"):
-        VllmTextEngine(build("openvla"), RolloutConfig(backend="vllm"), SAMPLING, 0)
+        VllmTextEngine((build("openvla"), RolloutConfig(backend="vllm"), SAMPLING, 0, 1, (0, 1)))
