@@ -65,6 +65,7 @@ _EXPORTS = {
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
     **dict.fromkeys(("EpisodeEngine", "Completion"), "embodrl.hybrid_engines.rollout.batched"),
     "ToolCall": "embodrl.models.common.chat",
+    "McpTools": "embodrl.workers.workflows.mcp_tools",
     # Registries.
     "register_model": "embodrl.models.registry:SupportedModel.register",
     "register_env": "embodrl.envs.registry:SupportedEnv.register",
@@ -148,6 +149,7 @@ if TYPE_CHECKING:
     from embodrl.workers.evaluator import EpisodeRecord as EpisodeRecord
     from embodrl.workers.workflows.episodes import EpisodePlayer as EpisodePlayer
     from embodrl.workers.workflows.episodes import FinishedEpisode as FinishedEpisode
+    from embodrl.workers.workflows.mcp_tools import McpTools as McpTools
     from embodrl.workers.workflows.task_runner import AsyncTaskRunner as AsyncTaskRunner
     from embodrl.workers.workflows.task_runner import TaskResult as TaskResult
     from embodrl.workers.workflows.workflow import EpisodeTask as EpisodeTask

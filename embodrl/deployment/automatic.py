@@ -186,6 +186,8 @@ def _actors(config: Config, size: int) -> tuple[list[int], str]:
     actor = config.actor
     if actor.training_backend == "native":
         return [1], "actor.training_backend=native is one process (actor=fsdp trains on several)"
+    if config.cluster.controllers > 1:
+        return [1], "a controller is one process"
     cut = actor.tensor_parallel_size
     micro = actor.micro_batch_size
     found = [n for n in range(1, size + 1) if n % cut == 0 and _splits(actor.global_batch_size, n // cut, micro)]

@@ -292,6 +292,8 @@ def starts_everything(config: Config) -> bool:
 
 def is_single(config: Config, component: str) -> bool:
     """Whether ``all`` is one process on one device, rather than a process on each."""
+    if config.cluster.controllers > 1 and component in ("actor", "rollout"):
+        return True
     if component == "rollout" and (config.actor.training_backend != "native" or starts_everything(config)):
         return False
     shards = ENGINES.entry(config.actor.training_backend).shards
@@ -387,7 +389,7 @@ def _deploy(
         max(gpus),
         machine.num_cpus,
         config.cluster.num_threads,
-        trains_in_processes=trains or not native,
+        trains_in_processes=config.cluster.controllers == 1 and (trains or not native),
         rolls_out_in_processes=(
             driver_cannot_act(config, places["rollout"])
             if config.rollout.own_process is None

@@ -21,7 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from embodrl.config.schema import Config
 from embodrl.errors import WorkerError
-from embodrl.hybrid_engines.process_groups import loopback_only
+from embodrl.hybrid_engines.process_groups import is_connection_error, loopback_only
+from embodrl.processes.liveness import report_work
 
 BUCKET_BYTES = 256 * 2**20
 _STOP = "embodrl/stop"
@@ -64,7 +65,7 @@ class Controllers:
         if self.count == 1:
             return [value]
         data = torch.frombuffer(bytearray(json.dumps([step, value]).encode()), dtype=torch.uint8)
-        with self._together(step):
+        with self.together(step):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
             dist.all_gather(sizes, torch.tensor([len(data)]))
             padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
@@ -72,6 +73,7 @@ class Controllers:
             parts = [torch.zeros_like(padded) for _ in range(self.count)]
             dist.all_gather(parts, padded)
         self._num_bytes += len(padded) + 8
+        report_work()  # that of others, for which this one has waited
         found = [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
         elsewhere = [f"controller {rank}: {where}" for rank, (where, _) in enumerate(found) if where != step]
         if elsewhere:
@@ -113,7 +115,7 @@ class Controllers:
                 summed.append(leaf.grad)
         for bucket in _buckets(summed):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
-            with self._together("gradients"):
+            with self.together("gradients"):
                 dist.all_reduce(flat)
             self._num_bytes += flat.numel() * flat.element_size()
             for gradient, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
@@ -131,7 +133,7 @@ class Controllers:
         """Let the others know of a signal, without waiting for them."""
         if self._store is not None and not self._stop:
             self._stop = number
-            with self._together("a signal"):
+            with self.together("a signal"):
                 self._store.set(_STOP, str(number))
 
     def hears_stop(self) -> bool:
@@ -139,21 +141,30 @@ class Controllers:
         now = time.monotonic()
         if self._store is not None and not self._stop and now - self._looked >= _LOOK_S:
             self._looked = now
-            with self._together("a signal"):
+            with self.together("a signal"):
                 if self._store.check([_STOP]):
                     self._stop = int(self._store.get(_STOP))
         return self._stop > 0
 
     @contextmanager
-    def _together(self, step: str) -> Iterator[None]:
-        """Name the errors of a block in which all take part; after one, no further block begins."""
+    def together(self, step: str, computes: bool = False) -> Iterator[None]:
+        """Name the errors of a block in which all take part; after one, no further block begins.
+
+        A block that also ``computes`` has errors of its own, which pass.
+        """
         if self._is_lost:
             raise _lost(self.rank, step, "an earlier call failed")
+        is_done = False
         try:
             yield
+            is_done = True
         except RuntimeError as error:  # also the errors of torch.distributed
-            self._is_lost = True
+            if computes and not is_connection_error(str(error)):
+                raise
             raise _lost(self.rank, step, str(error).splitlines()[0]) from error
+        finally:
+            # Also after a signal: the others' next data would not be what this one then waits for.
+            self._is_lost = self._is_lost or not is_done
 
 
 ALONE = Controllers()
@@ -174,11 +185,10 @@ def joined(config: Config, device: torch.device) -> Iterator[Controllers]:
         return
     timeout = timedelta(seconds=config.cluster.collective_timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    one_machine = os.environ["MASTER_ADDR"] in _LOOPBACK
     try:
         found = cast("tuple[Any, int, int]", next(rendezvous("env://", timeout=timeout)))
         store, rank, count = found
-        with loopback_only(one_machine):
+        with loopback_only(are_on_one_machine()):
             dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timeout)
     except RuntimeError as error:
         raise WorkerError(
@@ -190,6 +200,11 @@ def joined(config: Config, device: torch.device) -> Iterator[Controllers]:
         yield Controllers(rank, count, store)
     finally:
         dist.destroy_process_group()
+
+
+def are_on_one_machine() -> bool:
+    """Return whether the controllers meet at an address that only this machine has."""
+    return os.environ["MASTER_ADDR"] in _LOOPBACK
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

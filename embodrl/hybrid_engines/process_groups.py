@@ -60,13 +60,22 @@ def join_mesh(
         a mesh with the dimensions DP and TP, of consecutive ranks.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, rendezvous, timeout, world_size, rank)
+    dist.init_process_group(backend, rendezvous, timedelta(seconds=timeout_s), world_size, rank)
+    return make_mesh(device, world_size, tensor_parallel, timeout_s)
+
+
+def make_mesh(device: torch.device, world_size: int, tensor_parallel: int, timeout_s: float) -> DeviceMesh:
+    """Return the mesh of the default process group; see ``join_mesh``."""
     shape = (world_size // tensor_parallel, tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, TP))
     for group in mesh.get_all_groups():  # new groups do not inherit the timeout
-        _set_pg_timeout(timeout, group)
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
     return mesh
+
+
+def is_connection_error(message: str) -> bool:
+    """Return whether an error says that another process of a group is gone or late."""
+    return _CONNECTION.search(message) is not None
 
 
 class Call(Protocol):
@@ -85,7 +94,7 @@ def cause_of(call: Call, error: WorkerError) -> WorkerError:
     and would be blamed. Connections may also notice a death before the parent process does.
     """
     silent = sorted(rank for rank, future in call.futures.items() if not future.done())
-    if isinstance(error, WorkerDied) or not silent or not _CONNECTION.search(error.message):
+    if isinstance(error, WorkerDied) or not silent or not is_connection_error(error.message):
         return error
     ended, _ = wait([call.futures[rank] for rank in silent], _DEATH_S, FIRST_COMPLETED)
     deaths = (future.exception() for future in ended)

@@ -140,7 +140,7 @@ class OnPolicyUpdate(Update):
         columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged) | solved_column(batch, algorithm)
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
         weights = chunk_weights(batch, trained, algorithm, self.totals)
-        chunks = flatten_chunks(batch.replace(**columns), advantages, trained, weights)
+        chunks = self.rows(batch.replace(**columns), advantages, trained, weights)
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates = 0
         num_nonfinite = 0
@@ -193,6 +193,12 @@ class OnPolicyUpdate(Update):
             "train/num_nonfinite": float(num_nonfinite),
             "train/early_stop": float(stopped),
         }
+
+    def rows(
+        self, batch: TrajectoryBatch, advantages: Advantages, trained: Tensor, weights: Tensor | None
+    ) -> TrajectoryBatch:
+        """Return the trained chunks of a rollout as rows; see ``flatten_chunks``."""
+        return flatten_chunks(batch, advantages, trained, weights)
 
     def minibatches(self, chunks: TrajectoryBatch, generator: torch.Generator) -> tuple[int, Iterator[TrajectoryBatch]]:
         """Return the number of minibatches of an update, and the minibatches of its rows."""
@@ -283,8 +289,7 @@ class OnPolicyUpdate(Update):
             return torch.cat(parts, -1).cpu()
 
         rows_of_result = result.flatten(0, 1)
-        if len(chosen):
-            self.engine.evaluate_rows(compute, chosen, rows_of_result)
+        self.engine.evaluate_rows(compute, chosen, rows_of_result)
         return rows_of_result.view_as(result)
 
 

@@ -223,7 +223,7 @@ class RolloutLearner(Learner):
             "env_steps": self.env_steps,
             "shuffle": generator_state(self._shuffle),
             "rollout": {"state": rollouts.state, "tensors": sorted(rollouts.tensors), "blobs": sorted(rollouts.blobs)},
-            "faults": vars(self.parts.rollouts.faults),
+            "faults": vars(self.parts.rollouts.total_faults()),
             "rewards": bool(kept["rewards"]),
         }
         if (learner := self.parts.from_records) is not None:
@@ -257,8 +257,9 @@ class RolloutLearner(Learner):
         if self.parts.from_records is not None:
             self.parts.from_records.load_state(checkpoint)
         restore_generator(self._shuffle, state.text("shuffle"))
-        faults = state.fields("faults")
-        vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})
+        if self.parts.controllers.rank == 0:  # they are of all controllers
+            faults = state.fields("faults")
+            vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})
         self.env_steps = state.integer("env_steps")
 
     def before_node(self, node: GraphNode) -> None:

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
+from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.losses import LossCounts
 from embodrl.config.schema import Config
 from embodrl.data.batch import shuffled
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.hybrid_engines.training.data_parallel import DataParallelTrainEngine
+from embodrl.hybrid_engines.training.data_parallel import ControllerEngine
 from embodrl.learners.objective import SOLVED, counts_of
 from embodrl.learners.on_policy import OnPolicyUpdate
 
@@ -24,13 +26,25 @@ class SharedUpdate(OnPolicyUpdate):
     A minibatch has equal parts, drawn from each controller's rows, so that only its counts pass between them.
     """
 
-    engine: DataParallelTrainEngine
+    engine: ControllerEngine
 
     def __init__(
-        self, engine: DataParallelTrainEngine, config: Config, on_step: Callable[[int, int], None] | None = None
+        self, engine: ControllerEngine, config: Config, on_step: Callable[[int, int], None] | None = None
     ) -> None:
         super().__init__(engine, config, on_step)
         self.totals = engine.controllers
+
+    def rows(
+        self, batch: TrajectoryBatch, advantages: Advantages, trained: Tensor, weights: Tensor | None
+    ) -> TrajectoryBatch:
+        if bool(trained.any()):
+            found = super().rows(batch, advantages, trained, weights)
+            self.engine.spare = found[:1]
+            return found
+        # All rows are without a valid action or an advantage.
+        found = super().rows(batch, advantages, torch.ones_like(trained), weights)
+        self.engine.spare = found[:1]
+        return found[:0]
 
     def minibatches(self, chunks: TrajectoryBatch, generator: torch.Generator) -> tuple[int, Iterator[TrajectoryBatch]]:
         controllers = self.engine.controllers

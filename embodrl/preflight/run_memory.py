@@ -281,6 +281,8 @@ def _add_model(
         add((place.node, HOST), "trajectory buffer", whole)
     for place in rollouts:
         own = ENGINES.entry(config.rollout.backend).own_weights or not _shares_weights(deployment, place)
+        # A controller acts with whole weights beside its shards.
+        own = own or (config.cluster.controllers > 1 and ENGINES.entry(config.actor.training_backend).shards)
         weights = figures.plain if own else 0
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
@@ -360,9 +362,9 @@ def _actor_bytes(config: Config, deployment: Deployment, figures: ModelFigures) 
     estimate_process = ENGINES.entry(actor.training_backend).training_memory
     if estimate_process:
         return import_object(estimate_process)(config, deployment, figures, reference)
-    cut = num_actors
+    cut = num_actors * config.cluster.controllers
     layers = actor.tensor_parallel_size
-    share = actor.global_batch_size // max(1, num_actors // layers)
+    share = actor.global_batch_size // max(1, cut // layers)
     # While gradients of several micro-batches accumulate, they are unsharded.
     adds_up = share > actor.micro_batch_size and not actor.fsdp.reduce_every_micro_batch
     return {

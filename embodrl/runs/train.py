@@ -101,23 +101,23 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
     loaded = weighed(loaded.with_absolute_paths())
     config = loaded.config
     check_machine(config, loaded.deployment)
-    if checkpoint is None:
-        if problems:
-            raise CheckpointError(
-                f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
-                "start a new run, or delete its checkpoints/ to restart this one",
-                code="checkpoint-missing",
-            )
-        logger.warning("%s has no checkpoint: it starts over", directory)
-        with joined(config, resolve_device(config)) as controllers:
+    # First, so that others do not wait for a controller that refuses the checkpoint.
+    with joined(config, resolve_device(config)) as controllers:
+        if checkpoint is None:
+            if problems:
+                raise CheckpointError(
+                    f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
+                    "start a new run, or delete its checkpoints/ to restart this one",
+                    code="checkpoint-missing",
+                )
+            logger.warning("%s has no checkpoint: it starts over", directory)
             controllers.first("resume", None)
             return run_with_restarts(loaded, directory, lock, of_controllers(work, controllers), None, saved.text)
-    state = checkpoint.state
-    generators = num_generators(config, loaded.deployment) * config.cluster.controllers
-    done = iteration_of(checkpoint)
-    refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators, done)
-    is_done = is_complete(checkpoint, config.runner.max_iterations) and has_results(directory)
-    with joined(config, resolve_device(config)) as controllers:
+        state = checkpoint.state
+        generators = num_generators(config, loaded.deployment) * config.cluster.controllers
+        done = iteration_of(checkpoint)
+        refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators, done)
+        is_done = is_complete(checkpoint, config.runner.max_iterations) and has_results(directory)
         controllers.first("resume", COMPLETE if is_done else str(checkpoint.path.resolve()))
         if is_done:
             return already_complete(config, directory, checkpoint, done, overrides)

@@ -21,6 +21,8 @@ from embodrl.config.schema import ServeConfig
 from embodrl.errors import EmbodrlError, ServingError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import select_output
+from embodrl.models.common.chat import LiveToken
+from embodrl.models.common.live import OnToken
 from embodrl.processes.batching import BatchPump, Request
 from embodrl.serving.metrics import Metrics
 from embodrl.serving.stall import BatchWatch
@@ -65,11 +67,14 @@ class Writing:
         decoding: ``greedy`` or ``sampled``.
         sampling: temperature and top k of samples; messages of one batch have the same.
         seed: of its random numbers.
+        on_token: called with each token and the policy version as it is written, in the policy's thread; a token may
+            be reported again if its batch has to be computed again.
     """
 
     decoding: Decoding
     sampling: SamplingParams
     seed: int
+    on_token: Callable[[LiveToken, int], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -285,7 +290,9 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
                 output = self.engine.continue_chunk(observation, ChunkPrefix.stack(prefixes), limit)
             elif how is not None:
                 generators = self.engine.row_generators(seeds) if how.decoding == "sampled" else None
-                output = self.engine.decide(observation, how.decoding, generators, how.sampling)
+                output = self.engine.decide(
+                    observation, how.decoding, generators, how.sampling, _reports(batch, self.engine)
+                )
             else:
                 output = self.engine.decide(observation, self.settings.decoding)
         except Exception:  # a single observation may be unreadable for the policy: answer the others
@@ -337,6 +344,18 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
                 "compute_seconds_total": self.busy_s,
             }
         )
+
+
+def _reports(batch: list[_Query], engine: RolloutEngine) -> OnToken | None:
+    wanted = [None if query.writing is None else query.writing.on_token for query in batch]
+    if not any(wanted):
+        return None
+
+    def report(row: int, token: LiveToken) -> None:
+        if (on_token := wanted[row]) is not None:
+            on_token(token, engine.version)
+
+    return report
 
 
 def _chunks(output: PolicyOutput, infer_ms: float) -> list[ServedChunk]:

@@ -36,6 +36,7 @@ from embodrl.version import __version__
 logger = logging.getLogger(__name__)
 
 LOG_FILE = "logs/embodrl.log"
+TRACE_DIR = "logs/trace"
 POLICY_DIR = "policy"
 ADAPTERS_DIR = "adapters"
 """In a policy directory: its adapters, separate from their base model's weights."""

@@ -146,6 +146,21 @@ def run_lock(directory: Path) -> Iterator[RunLock]:
         lock.close()
 
 
+def is_locked(directory: Path) -> bool:
+    """Whether a process of this machine carries out the run in ``directory``."""
+    try:
+        descriptor = open_descriptor(directory / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def refuse_files(directory: Path) -> None:
     """Reject a run directory in which a file has the name of a run's subdirectory; found late, it would cost the run.
 

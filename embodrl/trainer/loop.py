@@ -77,7 +77,7 @@ class Trainer:
             EmbodrlError: an iteration failed, or an evaluation was a regression; the last complete state is saved.
         """
         self.saver.settings = settings
-        self.stop.can_save(hint_from(self.session.directory, self.saver.newest))
+        self.stop.can_save(hint_from(self.session.run_directory, self.saver.newest))
         self.learner.begin()
         self.evaluations.begin()
         with self._saved_on_error():
@@ -201,7 +201,7 @@ class Trainer:
                 return
             self.learner.saved(self.iteration)
         self.is_saved = True
-        self.stop.can_save(hint_from(self.session.directory, self.saver.newest))
+        self.stop.can_save(hint_from(self.session.run_directory, self.saver.newest))
         self.journal.view.message(f"saved {self.saver.newest}")
 
     @contextlib.contextmanager

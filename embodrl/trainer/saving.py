@@ -45,6 +45,7 @@ class Saver:
         controllers = self._session.controllers
         is_sharded = saves_shards(self._session.config, self._session.deployment)
         saved = EngineState({}, engine.counters()) if is_sharded else engine.state_dict()
+        where = ""
         try:
             kept = self._learner.state()
             state = {
@@ -60,11 +61,12 @@ class Saver:
             blobs = {**kept.blobs, METRICS_BLOB: zlib.compress(metrics, 1)}
             if controllers.rank == 0:
                 tensors = {**saved.tensors, **kept.tensors}
-                self.newest = self.manager.save(iteration, tensors, state, blobs, write_shards)
+                where = str(self.manager.save(iteration, tensors, state, blobs, write_shards))
         except OutputError as error:
             logger.error("%s", error)
-            return controllers.first("saved", False)
-        return controllers.first("saved", True)
+        if where := controllers.first("saved", where):
+            self.newest = Path(where)
+        return bool(where)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore engine, learner and random states from a checkpoint.

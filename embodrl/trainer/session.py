@@ -20,9 +20,10 @@ from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, OutputErr
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.controllers import ALONE
 from embodrl.processes.restarts import RestartBudget
+from embodrl.processes.trace import recordable
 from embodrl.reporting.log import RunLog
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.trainer.files import LOG_FILE, drop_missing_warm_start, resume_hint
+from embodrl.trainer.files import LOG_FILE, TRACE_DIR, drop_missing_warm_start, resume_hint
 from embodrl.trainer.lock import LOCK_FILE, RunLock, run_lock
 from embodrl.trainer.provenance import add_provenance, changes_so_far
 from embodrl.trainer.settings import last_settings, write_settings
@@ -100,6 +101,11 @@ class RunSession:
         return bool(self.stop) or self.controllers.hears_stop()
 
     @property
+    def run_directory(self) -> Path:
+        """Directory of the run, in which a controller other than the first has its own ``directory``."""
+        return self.directory.parents[1] if self.controllers.rank else self.directory
+
+    @property
     def config(self) -> Config:
         """Values of the configuration."""
         return self.loaded.config
@@ -137,7 +143,7 @@ class RunSession:
             elif self.engine is not None and lost_trainers(self.engine):
                 raise TrainersLostError(error) from error
             if not isinstance(error, (ConfigError, OutputError)):
-                error.add_hint(resume_hint(self.directory))
+                error.add_hint(resume_hint(self.run_directory))
             raise
 
 
@@ -147,7 +153,7 @@ def run_directory_of(directory: Path) -> Iterator[RunLock]:
     is_new = not directory.exists()
     with run_lock(directory) as lock:
         try:
-            with RunLog(directory / LOG_FILE):
+            with RunLog(directory / LOG_FILE), recordable((directory / TRACE_DIR).absolute()):
                 yield lock
         except EmbodrlError:
             if is_new:

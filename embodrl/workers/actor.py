@@ -19,10 +19,10 @@ from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.shared_inputs import RowInputs
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
-from embodrl.hybrid_engines.controllers import Controllers
+from embodrl.hybrid_engines.controllers import Controllers, are_on_one_machine
 from embodrl.hybrid_engines.offload import Offload
-from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
-from embodrl.hybrid_engines.training.data_parallel import DataParallelTrainEngine
+from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only, make_mesh
+from embodrl.hybrid_engines.training.data_parallel import ControllerEngine, DataParallelTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
@@ -99,9 +99,15 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
 
 def make_shared_engine(
     config: Config, deployment: Deployment, policy: VLAPolicy, controllers: Controllers
-) -> DataParallelTrainEngine:
-    """Return the engine of one of several controllers."""
+) -> ControllerEngine:
+    """Return the engine of one of several controllers; with fsdp, ``policy`` only acts."""
     cores = deployment.threads_of(deployment.of("actor")[0])
+    if config.actor.training_backend == "fsdp":
+        from embodrl.hybrid_engines.training.sharded_controllers import ShardedControllerEngine  # torch's compiler
+
+        with loopback_only(are_on_one_machine()):
+            mesh = make_mesh(policy.device, controllers.count, 1, config.cluster.collective_timeout_s)
+            return ShardedControllerEngine(policy, EngineOptions.of(config), mesh, controllers)
     return DataParallelTrainEngine(policy, EngineOptions.of(config), policy.device, cores, controllers)
 
 

@@ -87,7 +87,9 @@ def check_memory(
     weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
     needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
-        needed //= len(deployment.of("actor"))
+        count = config.cluster.controllers
+        # A controller also acts, with whole weights.
+        needed = needed // (len(deployment.of("actor")) * count) + (weights if count > 1 else 0)
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()
     if needed > room:
         what = "weights, gradients and optimizer" if training else "the weights"

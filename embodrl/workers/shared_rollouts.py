@@ -25,6 +25,9 @@ from embodrl.workers.evaluator import (
 )
 from embodrl.workers.rollout_backend import LocalBackend
 
+_STOPS = (InterruptedError, KeyboardInterrupt, SystemExit)
+"""A stop of the run; the last two, late in its time. All controllers still meet, so that they can save."""
+
 
 class SharedCollector(SyncCollector):
     """Plays this controller's share of the environments; figures and interruptions are those of all controllers.
@@ -36,14 +39,16 @@ class SharedCollector(SyncCollector):
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         batch: TrajectoryBatch | None = None
+        mine: dict[str, Any] | None = None
+        stopped: BaseException = InterruptedError()
         try:
             batch, _ = super().gather(iteration)
-            mine: dict[str, Any] | None = {"env_steps": batch.meta["env_steps"], "metas": self.metas()}
-        except InterruptedError:
-            mine = None
+            mine = {"env_steps": batch.meta["env_steps"], "metas": self.metas()}
+        except _STOPS as error:
+            stopped = error
         found = self.controllers.exchange("rollout", mine)
         if batch is None or None in found:
-            raise InterruptedError
+            raise stopped
         metrics = rollout_metrics([meta for part in found for meta in part["metas"]])
         each = [rollout_metrics(part["metas"]) for part in found]
         # The controllers played at the same time.
@@ -86,14 +91,15 @@ class SharedBackend(LocalBackend):
         episodes = np.array_split(np.arange(config.env.eval.num_episodes), self.controllers.count)
         decodings = run_decodings(config, self.engine, every_decoding)
         mine: dict[str, Any] | None = None
+        stopped: BaseException = InterruptedError()
         try:
             played = self.evaluator.run_episodes(episodes[self.controllers.rank], video_dir, decodings=decodings)
             mine = {str(decoding): _plain(results) for decoding, results in played.items()}
-        except InterruptedError:
-            pass
+        except _STOPS as error:
+            stopped = error
         found = self.controllers.exchange("evaluation", mine)
         if None in found:
-            raise InterruptedError
+            raise stopped
         parts: list[Played] = [{cast(Decoding, name): _results(one) for name, one in part.items()} for part in found]
         return evaluation_result(config, join_results(parts, max))
 

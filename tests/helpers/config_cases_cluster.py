@@ -297,4 +297,11 @@ CLUSTER = [
         ("runner.eval_async=true", "cluster.controllers=2", "env.num_processes=2"),
         more=("cluster.controllers",),
     ),
+    Wrong(
+        "controllers that move the weights they act with",
+        "rollout.enable_offload",
+        "controllers-share-a-run",
+        ("rollout.enable_offload=true", "actor=fsdp", "cluster.controllers=2", "env.num_processes=2"),
+        more=("cluster.controllers",),
+    ),
 ]

@@ -14,13 +14,14 @@ import torch
 from runs import HERE, TINY, Outcome, environment, metrics
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # several runs each, of two processes
 HELPER = HERE / "controller.py"
-LIMIT_S = 300.0
+LIMIT_S = 480.0
 SETTINGS = (
     "runner.max_iterations=3",
     "runner.eval_interval=3",
     "runner.save_interval=1",
+    "runner.stop_timeout_s=200",
     "actor.precision=fp32",
     "actor.global_batch_size=16",
     "actor.optim.lr_scheduler=constant",
@@ -118,6 +119,49 @@ def test_a_stopped_run_resumes_to_the_same_weights(tmp_path: Path) -> None:
     (one,) = controllers(["-m", "embodrl", "resume", run, "cluster.controllers=1"], count=1)
     assert one.code == 2
     assert "cluster.controllers" in one.stderr
+
+
+SHARDED = ("actor.training_backend=fsdp", "algorithm.kl.coef=0.1", "actor.micro_batch_size=4")
+
+
+def test_sharded_weights_train_as_whole_ones_and_outlive_a_controller(tmp_path: Path) -> None:
+    whole, sharded, killed = (tmp_path / name for name in ("whole", "sharded", "killed"))
+    for place in (whole, sharded, killed):
+        place.mkdir()
+    expected, _ = trained(whole, *SHARDED[1:])
+    first, second = trained(sharded, *SHARDED)
+    assert first.keys() == expected.keys()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=name)
+    for mine, other in zip(metrics(sharded / "run"), metrics(whole / "run"), strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in other.items():
+            assert mine[name] == (pytest.approx(value, rel=1e-2, abs=1e-4) if isinstance(value, float) else value), name
+    command = ["-m", "embodrl", "train", "--config", config_in(killed), *SETTINGS, *SHARDED, "cluster.controllers=2"]
+    run = killed / "run"
+    ended, gone = controllers([*command, f"runner.output_dir={run}"], "fsdp_step:6:SIGKILL:rank_1")
+    assert (ended.code, gone.code) == (1, -9), ended.stderr
+    assert "controller 0 has lost another one" in ended.stderr
+    assert f"embodrl resume {run}" in ended.stderr
+    for outcome in controllers(["-m", "embodrl", "resume", run]):
+        assert outcome.code == 0, outcome.stderr
+    found = load_file(run / "checkpoints" / "step_3" / "policy.safetensors")
+    assert all(torch.equal(weight, first[name]) for name, weight in found.items())
+
+
+def test_a_controller_without_rows_takes_part_in_what_the_others_compute(tmp_path: Path) -> None:
+    found: list[dict[str, torch.Tensor]] = []
+    for backend in ("native", "fsdp"):
+        out = tmp_path / f"{backend}.safetensors"
+        for outcome in controllers([HERE / "idle_controller.py", out, backend]):
+            assert outcome.code == 0, outcome.stderr
+        found.append(load_file(out))
+    whole, sharded = found
+    assert whole.keys() == sharded.keys()
+    assert any(name.startswith("reference.") for name in whole)
+    for name, value in whole.items():
+        torch.testing.assert_close(sharded[name], value, rtol=1e-4, atol=2e-5, msg=name)
 
 
 def test_a_killed_controller_ends_the_other(tmp_path: Path) -> None:

@@ -62,3 +62,24 @@ def test_a_profile_has_every_process(tmp_path: Path) -> None:
     assert head.split()[:2] == ["component", "cores"]
     assert [line.split()[0] for line in lines[:3]] == ["main", "env", "rollout"]
     assert "env/0" in outcome.stdout and "forward and backward" in outcome.stdout
+
+
+def test_a_run_in_progress_is_recorded(tmp_path: Path) -> None:
+    config, directory = tmp_path / "tiny.yaml", tmp_path / "run"
+    config.write_text(TINY)
+    started = start("train", "--config", config, f"runner.output_dir={directory}", "runner.max_iterations=100000")
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not (directory / "metrics.jsonl").is_file() or len(metrics(directory)) < 2:
+            assert started.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        outcome = embodrl("profile", directory, "--seconds", 2)
+    finally:
+        started.terminate()
+        started.wait(60)
+    assert outcome.code == 0, outcome.stderr
+    assert "env/0" in outcome.stdout and "forward and backward" in outcome.stdout
+    events = json.loads((directory / "logs" / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {"main", "env/0"}
+    assert not (directory / "logs" / "trace" / "switch").exists()
+    assert "profile-not-running" in embodrl("profile", directory).stderr

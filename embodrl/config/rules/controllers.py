@@ -12,6 +12,7 @@ from embodrl.rule_set import Finding
 KEY = "cluster.controllers"
 _SINGLE = "is of one controller"
 _OF_ALL = "reads the rollouts of all controllers at once"
+_ONE_DEVICE = "give a controller one device: {actor: 0, rollout: 0, env: 0}"
 _DIVIDED = ("env.train.total_num_envs", "env.eval.total_num_envs", "env.num_processes", "actor.global_batch_size")
 _SECTIONS = ("actor", "algorithm", "cluster", "env", "pipeline", "reward", "rollout", "runner")
 
@@ -21,11 +22,15 @@ def _one_controllers(config: Config) -> dict[str, tuple[bool, str, str]]:
     algorithm = config.algorithm
     runner = config.runner
     rollout = config.rollout
+    backend = config.actor.training_backend
+    moves_copy = backend == "fsdp" and rollout.enable_offload
     return {
-        "actor.training_backend": (config.actor.training_backend != "native", _SINGLE, "native"),
+        "actor.training_backend": (backend not in ("native", "fsdp"), _SINGLE, "native, fsdp"),
+        "actor.tensor_parallel_size": (config.actor.tensor_parallel_size > 1, "splits layers over processes", "1"),
         "actor.own_process": (bool(config.actor.own_process), _SINGLE, "null, false"),
         "rollout.own_process": (bool(rollout.own_process), _SINGLE, "null, false"),
         "rollout.backend": (rollout.backend != "native", _SINGLE, "native"),
+        "rollout.enable_offload": (moves_copy, "moves whole weights, which stay beside shards here", "false"),
         "rollout.workflow": (rollout.workflow is not None, _SINGLE, "null"),
         "rollout.replay": (rollout.replay is not None, _SINGLE, "null"),
         "rollout.publish_weights": (rollout.publish_weights, _SINGLE, "false"),
@@ -76,12 +81,17 @@ def controllers_share_a_run(context: Context) -> Iterator[Finding]:
 
 
 def _several_processes(context: Context, count: int) -> Iterator[Finding]:
+    if context.deployment is None:
+        return
+    actor, rollout = ({(p.node, p.devices) for p in context.deployment.of(name)} for name in ("actor", "rollout"))
+    if actor != rollout:
+        message = f"places actor and rollout apart, and each of {count} controllers has one device"
+        yield Finding("cluster.component_placement", message, _ONE_DEVICE, others=(KEY,))
     for component in ("actor", "rollout"):
-        found = () if context.deployment is None else context.deployment.of(component)
+        found = context.deployment.of(component)
         if len(found) > 1:
             message = f"places {len(found)} processes of {component}, and each of {count} controllers is a single one"
-            hint = "give a controller one device: {actor: 0, rollout: 0, env: 0}"
-            yield Finding("cluster.component_placement", message, hint, others=(KEY,))
+            yield Finding("cluster.component_placement", message, _ONE_DEVICE, others=(KEY,))
 
 
 def _undivided(config: Config, count: int) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy, check_decoding
 from embodrl.models.common.condition import condition_observation
+from embodrl.models.common.live import OnToken
 from embodrl.models.common.own_critic import own_critic
 from embodrl.types import MODES, ActMode, ChunkPrefix, Decoding, Observation, PolicyOutput, SamplingParams
 
@@ -33,6 +34,7 @@ class ActRequest:
         compute_values: also compute values.
         generators: random generators of the samples: one per thread, each for its part of the rows.
         sampling: of a message whose client chooses it; None for the engine's.
+        on_token: gets the tokens of messages as they are written, from a ``LiveWriter``; other policies report none.
     """
 
     observation: Observation
@@ -40,6 +42,7 @@ class ActRequest:
     compute_values: bool
     generators: Sequence[RandomSource]
     sampling: SamplingParams | None = None
+    on_token: OnToken | None = None
 
 
 @dataclass(frozen=True)
@@ -172,19 +175,19 @@ class RolloutEngine(ABC):
         decoding: Decoding,
         generators: Sequence[RandomSource] | None = None,
         sampling: SamplingParams | None = None,
+        on_token: OnToken | None = None,
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row with one of ``decodings``, without values.
 
-        ``generators`` serve ``sampled``; None draws from the engine's own. ``sampling`` other than the engine's is for
-        policies that write text, whose backend is ``native``.
+        ``generators`` serve ``sampled``; None draws from the engine's own. ``sampling`` other than the engine's, and
+        ``on_token``, are for policies that write text, whose backend is ``native``.
 
         Raises:
             EmbodrlError: there is no such decoding.
         """
         check_decoding(decoding, self.decodings, type(self.policy).__name__)
-        return self._predict(
-            ActRequest(self._conditioned(observation), MODES[decoding], False, generators or self.generators, sampling)
-        )
+        seen, sources = self._conditioned(observation), generators or self.generators
+        return self._predict(ActRequest(seen, MODES[decoding], False, sources, sampling, on_token))
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> PolicyOutput:
         """Like ``decide`` with ``greedy``, continuing chunks that robots are executing: see ``VLAPolicy``."""

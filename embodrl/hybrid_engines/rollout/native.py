@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, Rollo
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.live import LiveWriter
 from embodrl.models.common.own_critic import own_critic
 from embodrl.names import import_object
 from embodrl.specs import ENGINES
@@ -51,17 +54,22 @@ class NativeRolloutEngine(RolloutEngine):
         return super().values(observation)
 
     def _predict(self, request: ActRequest) -> PolicyOutput:
-        def compute(part: Observation, generator: RandomSource) -> PolicyOutput:
+        def compute(part: Observation, generator: RandomSource, first: int) -> PolicyOutput:
             with torch.no_grad(), autocast(self.precision, self.device):
                 critic = own_critic(self.policy)
                 by_policy = request.compute_values and critic is None
                 sampling = request.sampling or self.sampling
+                if (on_token := request.on_token) is not None and isinstance(self.policy, LiveWriter):
+                    return self.policy.write_live(
+                        part, request.mode, sampling, generator, lambda row, token: on_token(first + row, token)
+                    )
                 output = self.policy.predict_action_batch(part, request.mode, sampling, generator, by_policy)
                 return output if critic is None else critic.act(output, part, request.compute_values)
 
         # A batch with fewer rows than threads has fewer parts than there are generators.
-        pairs = zip(self._parts(request.observation), request.generators, strict=False)
-        tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
+        parts = self._parts(request.observation)
+        firsts = itertools.accumulate((part.batch_size for part in parts), initial=0)
+        tasks = [functools.partial(compute, *each) for each in zip(parts, request.generators, firsts, strict=False)]
         with self._lock:
             self.onload()
             outputs = on_threads(tasks, self.num_threads)

@@ -8,14 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.algorithms.losses import LossOutput, is_largest
+from embodrl.data.batch import Batch
 from embodrl.hybrid_engines.controllers import Controllers
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
-from embodrl.hybrid_engines.training.policy_engine import Leaves, RowsT
+from embodrl.hybrid_engines.training.policy_engine import Leaves, PolicyTrainEngine, RowsT
 from embodrl.models.base import VLAPolicy
 
 
-class DataParallelTrainEngine(NativeTrainEngine):
+class ControllerEngine(PolicyTrainEngine):
+    """An engine of one of several controllers, whose minibatches have rows of that one only.
+
+    ``spare`` is a row that can stand for an empty minibatch where all have to compute.
+    """
+
+    controllers: Controllers
+    spare: Batch | None = None
+
+
+class DataParallelTrainEngine(ControllerEngine, NativeTrainEngine):
     """Like ``NativeTrainEngine``, with losses, metrics and gradients summed over the controllers.
 
     Losses are divided by the counts of all their rows. A minibatch may be empty here, but not in all controllers.

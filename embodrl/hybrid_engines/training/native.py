@@ -117,7 +117,7 @@ class NativeTrainEngine(PolicyTrainEngine):
         return (*self.state.policy_parameters, *self.state.value_parameters) if parameters is None else parameters
 
     def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
-        parts = chosen.split(self.config.micro_batch_size)
+        parts = [rows for rows in chosen.split(self.config.micro_batch_size) if len(rows)]
         outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads, self.niceness)
         for rows, logprobs in zip(parts, outputs, strict=True):
             result[rows] = logprobs

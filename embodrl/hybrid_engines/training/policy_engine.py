@@ -96,7 +96,7 @@ class PolicyTrainEngine(TrainEngine):
 
     @abstractmethod
     def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
-        """Write ``compute(rows)`` to ``result[rows]`` for the rows ``chosen``, one micro-batch at a time."""
+        """Write ``compute(rows)`` to ``result[rows]`` for the rows ``chosen``, if any, by micro-batches."""
 
     @abstractmethod
     def reference_policy(self) -> AbstractContextManager[Callable[..., EvalOutput]]:

@@ -168,6 +168,8 @@ class SharedTrainEngine(PolicyTrainEngine, Generic[StateT]):
     # -- log-probs -----------------------------------------------------------------------------------------------------
 
     def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
+        if not len(chosen):  # in no process
+            return
         found = result.new_zeros(len(chosen), *result.shape[1:], device=self.device)
         for rows, counts in self._rows(len(chosen)):
             outputs = compute(chosen[rows])

@@ -73,6 +73,21 @@ class WrittenText:
 
 
 @dataclass(frozen=True)
+class LiveToken:
+    """A token of a message that is not complete.
+
+    Attributes:
+        place: its number in the message, from 0.
+        data: its bytes; those of a character in several tokens belong to the last of these.
+        logprob: its log-prob.
+    """
+
+    place: int
+    data: bytes
+    logprob: float
+
+
+@dataclass(frozen=True)
 class Conversation:
     """What a policy answers to.
 
@@ -151,6 +166,17 @@ def said_before_calls(text: str) -> str:
     before, mark, _ = text.partition(_OPEN)
     mark = "" if _parsed(text) is not None else mark
     return before.rstrip() if mark else ""
+
+
+def certain_text(text: str) -> str:
+    """Return the beginning of an unfinished message that is text, and part of no call, however the message goes on."""
+    if text.lstrip()[:1] in ("", "{"):  # perhaps a call as a whole
+        return ""
+    before, mark, _ = text.partition(_OPEN)
+    if not mark:
+        begun = next((count for count in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:count])), 0)
+        before = text[: len(text) - begun]
+    return before.rstrip()  # as ``said_before_calls``
 
 
 def tagged(call: str) -> str:

@@ -19,8 +19,9 @@ from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
-from embodrl.models.common.chat import Conversation, WrittenText
+from embodrl.models.common.chat import Conversation, LiveToken, WrittenText
 from embodrl.models.common.heads import save_heads
+from embodrl.models.common.live import OnToken
 from embodrl.models.common.sampling import action_entropy, action_log_probs, exponential_noise, uniform_noise
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.planner.network import Network
@@ -95,6 +96,28 @@ class PlannerPolicy(VLAPolicy):
         ``allowed_tokens uint8[B,M,P]``. Each call takes one block from ``generator``, whatever the tokens. ``actions``
         are empty, ``float32[B,C,0]``. Raises ``EmbodrlError`` if a permitted call has more than M tokens.
         """
+        return self._write(observation, mode, sampling, generator, compute_values)
+
+    @torch.no_grad()
+    def write_live(
+        self,
+        observation: Observation,
+        mode: ActMode,
+        sampling: SamplingParams,
+        generator: RandomSource | None,
+        on_token: OnToken,
+    ) -> PolicyOutput:
+        return self._write(observation, mode, sampling, generator, False, on_token)
+
+    def _write(
+        self,
+        observation: Observation,
+        mode: ActMode,
+        sampling: SamplingParams,
+        generator: RandomSource | None,
+        compute_values: bool,
+        on_token: OnToken | None = None,
+    ) -> PolicyOutput:
         self.check_mode(mode)
         inputs = self.preprocess(observation)
         batch = observation.batch_size
@@ -104,6 +127,7 @@ class PlannerPolicy(VLAPolicy):
         read_on = self.network.reader()
         hidden = read_on(inputs["input_ids"][:, first:], inputs["attention_mask"][:, first:])
         values = self._values(hidden) if compute_values else None
+        report = None if on_token is None else _Report(on_token, self.vocabulary, batch)
         logprobs = torch.zeros(batch, self.max_tokens)
         read = 0  # written tokens that the network has read
         for place in range(self.max_tokens):
@@ -119,7 +143,10 @@ class PlannerPolicy(VLAPolicy):
                 found = action_log_probs(logits, drawn, sampling).cpu()
                 chosen = drawn.cpu()
                 logprobs[:, place] = torch.where(page.running, found, 0.0)
-            if not page.write(place, chosen):
+            goes_on = page.write(place, chosen)
+            if report is not None:
+                report.of(place, chosen, logprobs[:, place], page.mask[:, place])
+            if not goes_on:
                 break
         return self.make_output(inputs, page, logprobs, values)
 
@@ -232,6 +259,22 @@ class PlannerPolicy(VLAPolicy):
                 "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
             )
         return self.value_head(hidden.detach() if self.detach_value else hidden)
+
+
+class _Report:
+    """Reports the tokens of a batch as they are chosen."""
+
+    def __init__(self, on_token: OnToken, vocabulary: Vocabulary, batch: int) -> None:
+        self._on_token = on_token
+        self._ends = vocabulary.ends
+        self._spellers = [vocabulary.speller() for _ in range(batch)]
+
+    def of(self, place: int, chosen: Tensor, logprobs: Tensor, written: Tensor) -> None:
+        """Report the tokens ``int64[B]`` at a place, where they were ``written bool[B]`` and end no message."""
+        for row in written.nonzero().flatten().tolist():
+            token = int(chosen[row])
+            if token not in self._ends:
+                self._on_token(row, LiveToken(place, self._spellers[row](token), float(logprobs[row])))
 
 
 def _padded(numbers: Tensor, mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from embodrl.models.common.chat import (
 )
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
 from embodrl.models.common.tokenizer import read_tokenizer
-from embodrl.models.planner.vocabulary import Vocabulary
+from embodrl.models.planner.vocabulary import Speller, Vocabulary
 
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -113,6 +113,9 @@ class PublicVocabulary(Vocabulary):
         ended = bool(ids) and ids[-1] in self.ends
         return WrittenText(tuple(self._pieces(ids[:-1] if ended else ids)), ended, prompt_tokens)
 
+    def speller(self) -> Speller:
+        return _Speller(self._text).add
+
     def save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(directory)
         if self._generation:
@@ -154,19 +157,41 @@ class PublicVocabulary(Vocabulary):
 
     def _pieces(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes that each token adds; those of a character in several tokens belong to its last."""
-        pieces: list[bytes] = []
-        start = read = 0  # text before ``start`` is not decoded again: a token's text depends on few before it
-        for end in range(1, len(ids) + 1):
-            before, now = self._text(ids[start:read]), self._text(ids[start:end])
-            if now.endswith("\ufffd") and end < len(ids):
-                pieces.append(b"")
-                continue
-            pieces.append(now[len(before) :].encode())
-            start, read = read, end
+        speller = _Speller(self._text)
+        pieces = [speller.add(token) for token in ids]
+        if pieces:
+            pieces[-1] += speller.rest()
         return pieces
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class _Speller:
+    """Text of tokens one by one. What stands well before is not decoded again: a text depends on few tokens before."""
+
+    def __init__(self, text_of: Callable[[Sequence[int]], str]) -> None:
+        self._text_of = text_of
+        self._ids: list[int] = []
+        self._read = 0  # tokens of ``_ids`` whose text was returned
+
+    def add(self, token: int) -> bytes:
+        """Return the bytes that a token adds; none while a character lacks tokens."""
+        self._ids.append(token)
+        now = self._text_of(self._ids)
+        if now.endswith("\ufffd"):
+            return b""
+        piece = self._after(now)
+        self._ids = self._ids[self._read :]
+        self._read = len(self._ids)
+        return piece
+
+    def rest(self) -> bytes:
+        """Return the bytes of a character that has no more tokens."""
+        return self._after(self._text_of(self._ids))
+
+    def _after(self, now: str) -> bytes:
+        return now[len(self._text_of(self._ids[: self._read])) :].encode()
 
 
 def _read(path: Path) -> Any:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from embodrl.models.common.chat import Conversation, WrittenText
 from embodrl.models.planner import tokenizer
+
+Speller = Callable[[int], bytes]
+"""Returns the bytes that the next token adds, which is no end; none while a character lacks tokens."""
 
 
 @dataclass
@@ -78,6 +81,10 @@ class Vocabulary(ABC):
         """Return the message of written tokens, the last of which may end it."""
 
     @abstractmethod
+    def speller(self) -> Speller:
+        """Return what spells the tokens of one message while it is written."""
+
+    @abstractmethod
     def save(self, directory: Path) -> None:
         """Write the files that the tokens are read from."""
 
@@ -96,6 +103,9 @@ class ByteVocabulary(Vocabulary):
 
     def decode(self, ids: list[int], prompt_tokens: int) -> WrittenText:
         return tokenizer.decode(ids, prompt_tokens)
+
+    def speller(self) -> Speller:
+        return lambda token: bytes([token])
 
     def save(self, directory: Path) -> None:
         """Write nothing: bytes need no files."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from embodrl.errors import WireError
-from embodrl.models.common.chat import ToolCall, ToolChoice, WrittenText, said_before_calls
+from embodrl.models.common.chat import LiveToken, ToolCall, ToolChoice, WrittenText, certain_text, said_before_calls
 
 MAX_TEMPERATURE = 2.0
 _LEAST_TEMPERATURE = 1e-30
@@ -194,24 +194,36 @@ def _text(content: Mapping[str, Any], name: str) -> str:
     return value or ""
 
 
-def completion_body(
-    name: str,
-    model: str,
-    created: int,
-    written: WrittenText,
-    calls: Sequence[ToolCall],
-    version: int,
-    logprobs: Sequence[float] | None = None,
-) -> dict[str, Any]:
-    """Return the answer to a request.
+def completion_head(name: str, model: str, created: int, version: int) -> dict[str, Any]:
+    """Return what identifies an answer.
 
     Args:
         name: id of the completion; those of its calls follow from it.
         model: name of the model.
         created: time of the answer, in seconds since 1970.
+        version: policy version, the answer's ``system_fingerprint``.
+    """
+    return {
+        "id": name,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "system_fingerprint": f"v{version}",
+    }
+
+
+def completion_body(
+    head: Mapping[str, Any],
+    written: WrittenText,
+    calls: Sequence[ToolCall],
+    logprobs: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Return the answer to a request.
+
+    Args:
+        head: result of ``completion_head``.
         written: the message.
         calls: the calls that it is, or has behind a text.
-        version: policy version, the answer's ``system_fingerprint``.
         logprobs: of the tokens, and of the mark of the end, which is left out; None if they are not wanted.
     """
     content = (said_before_calls(written.text) or None) if calls else written.text
@@ -219,7 +231,7 @@ def completion_body(
     if calls:
         message["tool_calls"] = [
             {
-                "id": f"call_{name}_{number}",
+                "id": f"call_{head['id']}_{number}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
@@ -232,11 +244,7 @@ def completion_body(
         pairs = zip(written.tokens, logprobs, strict=False)
         choice["logprobs"] = {"content": [_token(data, number) for data, number in pairs], "refusal": None}
     return {
-        "id": name,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "system_fingerprint": f"v{version}",
+        **head,
         "choices": [choice],
         "usage": {
             "prompt_tokens": written.prompt_tokens,
@@ -246,44 +254,112 @@ def completion_body(
     }
 
 
-def stream_body(body: Mapping[str, Any], written: WrittenText, with_usage: bool) -> bytes:
-    """Return the answer of ``completion_body`` as server-sent events, a text token by token.
+class ChatStream:
+    """A completion as server-sent events, token by token, while it is written or afterwards.
 
-    The message is complete before: what fails has its own status, and no event.
+    What may become a call is held back until that is decided, and so is the last token: its character may go on.
+
+    Args:
+        head: result of ``completion_head``.
     """
-    frame = {**body, "object": "chat.completion.chunk", **({"usage": None} if with_usage else {})}
-    if not with_usage:
-        del frame["usage"]
-    (choice,) = body["choices"]
-    chunks = [{**frame, "choices": [one]} for one in _deltas(choice, written)]
-    if with_usage:
-        chunks.append({**frame, "choices": [], "usage": body["usage"]})
-    events = [*(json.dumps(chunk, ensure_ascii=False) for chunk in chunks), "[DONE]"]
-    return "".join(f"data: {event}\n\n" for event in events).encode("utf-8", errors="replace")
 
+    def __init__(self, head: Mapping[str, Any], asked: ChatRequest) -> None:
+        self.head = head
+        usage = {"usage": None} if asked.stream_usage else {}
+        self._frame = {**head, "object": "chat.completion.chunk", **usage}
+        self._asked = asked
+        self._received: list[LiveToken] = []
+        self._decoder = _decoder()
+        self._texts: list[str] = []  # of the tokens but the last
+        self._sent = 0
+        self._has_begun = False
 
-def _deltas(choice: Mapping[str, Any], written: WrittenText) -> Iterator[dict[str, Any]]:
-    """Yield the choices of a stream's chunks, whose deltas add up to the message."""
-    message, logprobs = choice["message"], choice["logprobs"]
+    def add(self, token: LiveToken) -> bytes:
+        """Take the next token; return the events that can be sent."""
+        if token.place != len(self._received) or token.place == self._asked.max_tokens:
+            return b""  # reported twice, or behind the limit
+        if self._received:
+            self._texts.append(self._decoder.decode(self._received[-1].data))
+        self._received.append(token)
+        text = "".join(self._texts)
+        certain = len(certain_text(text) if self._asked.tools else text)
+        length = len("".join(self._texts[: self._sent]))
+        events: list[bytes] = []
+        while self._sent < len(self._texts) and length + len(self._texts[self._sent]) <= certain:
+            length += len(self._texts[self._sent])
+            events += self._token_events(self._received[self._sent], self._texts[self._sent])
+            self._sent += 1
+        return b"".join(events)
 
-    def delta(logprobs: object = None, **more: object) -> dict[str, Any]:
-        return {"index": 0, "delta": more, "finish_reason": None, "logprobs": logprobs}
+    def finish(self, body: Mapping[str, Any], written: WrittenText) -> bytes:
+        """Return the remaining events of ``completion_body``'s answer.
 
-    yield delta(role="assistant", content=None if message["content"] is None else "")
-    if calls := message.get("tool_calls"):
-        if message["content"] is not None:
-            yield delta(content=message["content"])
+        Raises:
+            WireError: the tokens sent are not those of the message.
+        """
+        if tuple(token.data for token in self._received[: self._sent]) != written.tokens[: self._sent]:
+            raise WireError("the message was written anew, and differs", "ask again", code="chat-stream")
+        (choice,) = body["choices"]
+        message = choice["message"]
+        said = "".join(self._texts[: self._sent])
+        events = list(self._begin(None if message["content"] is None else ""))
+        calls = message.get("tool_calls")
+        if calls:
+            events += self._call_events(calls, (message["content"] or "")[len(said) :])
+        else:
+            events += self._rest(written, choice["logprobs"])
+        rest = choice["logprobs"] and {**choice["logprobs"], "content": choice["logprobs"]["content"][self._sent :]}
+        events.append(self._event(_delta(rest if calls else None), finish_reason=choice["finish_reason"]))
+        if self._asked.stream_usage:
+            events.append(_sse({**self._frame, "choices": [], "usage": body["usage"]}))
+        return b"".join(events) + b"data: [DONE]\n\n"
+
+    def _rest(self, written: WrittenText, logprobs: Mapping[str, Any] | None) -> Iterator[bytes]:
+        decoder = _decoder()
+        for place, data in enumerate(written.tokens):
+            text = decoder.decode(data, final=place + 1 == len(written.tokens))
+            if place >= self._sent:
+                own = None if logprobs is None else {"content": [logprobs["content"][place]], "refusal": None}
+                yield self._event(_delta(own, content=text))
+
+    def _call_events(self, calls: Sequence[Mapping[str, Any]], said: str) -> Iterator[bytes]:
+        if said:
+            yield self._event(_delta(content=said))
         for number, call in enumerate(calls):
             head = {**call, "function": {"name": call["function"]["name"], "arguments": ""}}
-            yield delta(tool_calls=[{"index": number, **head}])
-            yield delta(tool_calls=[{"index": number, "function": {"arguments": call["function"]["arguments"]}}])
-        yield {**delta(logprobs), "finish_reason": choice["finish_reason"]}
-        return
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for place, token in enumerate(written.tokens):
-        own = None if logprobs is None else {"content": [logprobs["content"][place]], "refusal": None}
-        yield delta(own, content=decoder.decode(token, final=place + 1 == len(written.tokens)))
-    yield {**delta(), "finish_reason": choice["finish_reason"]}
+            yield self._event(_delta(tool_calls=[{"index": number, **head}]))
+            arguments = {"arguments": call["function"]["arguments"]}
+            yield self._event(_delta(tool_calls=[{"index": number, "function": arguments}]))
+
+    def _token_events(self, token: LiveToken, text: str) -> Iterator[bytes]:
+        own = {"content": [_token(token.data, token.logprob)], "refusal": None} if self._asked.logprobs else None
+        yield from self._begin("")
+        yield self._event(_delta(own, content=text))
+
+    def _begin(self, content: str | None) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._event(_delta(role="assistant", content=content))
+
+    def _event(self, choice: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+        return _sse({**self._frame, "choices": [{**choice, "finish_reason": finish_reason}]})
+
+
+def _delta(logprobs: object = None, **more: object) -> dict[str, Any]:
+    return {"index": 0, "delta": more, "finish_reason": None, "logprobs": logprobs}
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+def _sse(content: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode("utf-8", errors="replace")
+
+
+def error_event(body: Mapping[str, Any]) -> bytes:
+    """Return the last event of a stream that fails; ``body`` is that of ``error_body``."""
+    return _sse(body)
 
 
 def _token(data: bytes, logprob: float) -> dict[str, Any]:

@@ -30,22 +30,29 @@ def profile(
     iterations: Annotated[
         int, typer.Option("--iterations", metavar="N", min=2, help="training iterations; the first one is not measured")
     ] = 4,
+    seconds: Annotated[
+        float, typer.Option("--seconds", metavar="S", min=0.1, help="how long a run in progress is recorded")
+    ] = 30,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Train some iterations and show how every process spends its time.
+    """Train some iterations, or look at a run in progress, and show how every process spends its time.
 
     Writes a run with trace.json, a timeline for https://ui.perfetto.dev or chrome://tracing. Evaluation is cut to one
-    episode per task at the end unless its settings are given. Processes on other machines are not recorded.
+    episode per task at the end unless its settings are given. Given the directory of a run in progress, records it for
+    --seconds, and writes logs/trace.json there. Processes on other machines are not recorded.
 
     \b
     Examples:
       embodrl profile env=maniskill model=openvla
       embodrl profile env=toy rollout.pipeline_stages=2 --iterations 6
+      embodrl profile outputs/my-run --seconds 60
     """
 
     def action() -> int:
         given = overrides or []
+        if len(given) == 1 and Path(given[0]).is_dir():
+            return _look(Path(given[0]), seconds)
         keys = {text.partition("=")[0] for text in given}
         quick = [f"{key}={value}" for key, value in QUICK.items() if key not in keys]
         if "runner.output_dir" not in keys:
@@ -56,18 +63,27 @@ def profile(
         if "env.eval.num_episodes" not in keys:
             loaded = loaded.with_config(_briefly_evaluated(loaded.config))
         from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
-        from embodrl.tools.profile.timeline import TRACE_FILE, read_events, shares
+        from embodrl.tools.profile.timeline import TRACE_FILE, measured_window, read_events, shares
         from embodrl.tools.profile.timeline import profile as verb
 
         run_dir = Path(loaded.config.runner.output_dir)
         result = verb(loaded, run_dir)
         if result.exit_code == 0:
-            _print(shares(read_events(run_dir / "trace")))
+            events = read_events(run_dir / "trace")
+            _print(shares(events, measured_window(events)))
             _print_usage(read_metrics(run_dir / METRICS_FILE))
             print(f"\ntimeline: {run_dir / TRACE_FILE} (open it at https://ui.perfetto.dev)")
         return result.exit_code
 
     execute(action, debug)
+
+
+def _look(run_dir: Path, seconds: float) -> int:
+    from embodrl.tools.profile.timeline import watch
+
+    _print(watch(run_dir, seconds))
+    print(f"\ntimeline: {run_dir}/logs/trace.json (open it at https://ui.perfetto.dev)")
+    return 0
 
 
 def _briefly_evaluated(config: Config) -> Config:

@@ -18,12 +18,13 @@ from embodrl.models.common.chat import Message
 from embodrl.serving.wire.chat_api import (
     STREAM_TYPE,
     ChatRequest,
+    ChatStream,
     completion_body,
+    completion_head,
     error_body,
     model_body,
     read_object,
     refused,
-    stream_body,
 )
 from embodrl.serving.wire.codec import need, write_json
 from embodrl.types import Observation
@@ -99,8 +100,9 @@ class AgentSession:
         logprobs = found.output.logprobs[0, :, 0].tolist() if asked.logprobs else None
         calls = found.tool_calls if asked.tools else ()
         model, version = asked.model or MODEL, found.output.version
-        answer = completion_body(name, model, int(time.time()), found.written, calls, version, logprobs)
-        return stream_body(answer, found.written, asked.stream_usage) if asked.stream else answer
+        head = completion_head(name, model, int(time.time()), version)
+        answer = completion_body(head, found.written, calls, logprobs)
+        return ChatStream(head, asked).finish(answer, found.written) if asked.stream else answer
 
     async def reward(self, body: bytes) -> dict[str, Any]:
         """Answer ``POST /v1/rewards``, by adding to the reward of the last message or of the named one."""

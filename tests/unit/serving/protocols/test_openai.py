@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import aiohttp
@@ -15,7 +16,7 @@ from served import TOKEN, Served, served
 from tiny_families import build
 
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.chat import Conversation, ToolCall
+from embodrl.models.common.chat import Conversation, LiveToken, ToolCall
 from embodrl.models.planner.policy import ALLOWED, TOKENS
 from embodrl.models.planner.tokenizer import END, PAD, encode
 from embodrl.types import TOKEN_MASK, Observation, PolicyOutput
@@ -48,8 +49,8 @@ def talk(planner: VLAPolicy, test: Callable[[Served, Post], Awaitable[None]], **
     asyncio.run(run())
 
 
-def says(planner: VLAPolicy, text: str) -> Callable[..., PolicyOutput]:
-    """Return a ``predict_action_batch`` that writes a text of bytes and its end, each with the log-prob -0.5."""
+def says(monkeypatch: pytest.MonkeyPatch, planner: VLAPolicy, text: str, hold: threading.Event | None = None) -> None:
+    """Let a policy write bytes and their end, each with the log-prob -0.5; the last byte waits for ``hold``."""
 
     def write(observation: Observation, *_: object, **__: object) -> PolicyOutput:
         tokens = torch.tensor([[*text.encode(), END]]).expand(observation.batch_size, -1)
@@ -61,7 +62,16 @@ def says(planner: VLAPolicy, text: str) -> Callable[..., PolicyOutput]:
         nothing = np.zeros((observation.batch_size, 1, 0), np.float32)
         return PolicyOutput(nothing, -0.5 * mask[..., None], None, {**planner.preprocess(observation), **written})
 
-    return write
+    def write_live(observation: Observation, *given: Any) -> PolicyOutput:
+        for place, byte in enumerate(text.encode()):
+            if hold is not None and place + 1 == len(text.encode()):
+                assert hold.wait(60)
+            for row in range(observation.batch_size):
+                given[-1](row, LiveToken(place, bytes([byte]), -0.5))
+        return write(observation)
+
+    monkeypatch.setattr(planner, "predict_action_batch", write)
+    monkeypatch.setattr(planner, "write_live", write_live)
 
 
 def of(**more: Any) -> dict[str, Any]:
@@ -145,7 +155,7 @@ def test_the_official_client_reads_streams(planner: VLAPolicy) -> None:
 
 def test_a_stream_is_events(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A character of several bytes comes with the last of them; what the text lacks of one becomes U+FFFD."""
-    monkeypatch.setattr(planner, "predict_action_batch", says(planner, "aü"))
+    says(monkeypatch, planner, "aü")
 
     async def test(server: Served, post: Post) -> None:
         url = server.urls["openai"] + "/v1/chat/completions"
@@ -179,7 +189,7 @@ def test_a_stream_is_events(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch)
 def test_a_message_has_several_calls(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     look = '<tool_call>{"name":"look","arguments":{"side":"left"}}</tool_call>'
     text = f'I look.\n{look}\n<tool_call>{{"name":"grasp","arguments":{{}}}}</tool_call>'
-    monkeypatch.setattr(planner, "predict_action_batch", says(planner, text))
+    says(monkeypatch, planner, text)
 
     async def test(server: Served, post: Post) -> None:
         tools = {"tools": [LOOK, GRASP], "logprobs": True}
@@ -210,6 +220,128 @@ def test_a_message_has_several_calls(planner: VLAPolicy, monkeypatch: pytest.Mon
         for wrong in (results[:1], [*results, results[0]], [results[0], {**results[1], "tool_call_id": "call_x"}]):
             status, found = await post(of(messages=[*ASK, message, *wrong]))
             assert status == 400 and found["error"]["code"] == "chat-request"
+
+    talk(planner, test)
+
+
+async def stream_of(server: Served, **more: Any) -> AsyncIterator[Any]:
+    """Yield the chunks of a stream as they arrive."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    url = server.urls["openai"] + "/v1/chat/completions"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, json=of(stream=True, **more), headers=headers) as got,
+    ):
+        async for line in got.content:
+            text = line.decode().strip().removeprefix("data: ")
+            if text and text != "[DONE]":
+                yield json.loads(text)
+
+
+def test_a_stream_begins_before_its_message_is_complete(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = threading.Event()
+    says(monkeypatch, planner, "I look.", hold)
+
+    async def test(server: Served, post: Post) -> None:
+        for tools in ({}, {"tools": [LOOK]}):
+            hold.clear()
+            texts: list[str] = []
+            async for chunk in stream_of(server, logprobs=True, **tools):
+                texts.append(chunk["choices"][0]["delta"].get("content", ""))
+                if "".join(texts) == "I loo":  # the last one that was written may be part of a longer character
+                    hold.set()
+            assert "".join(texts) == "I look." and hold.is_set()
+
+    talk(planner, test)
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        ('I look. \n<tool_call>{"name":"grasp","arguments":{}}</tool_call>', "I look."),
+        ('<tool_call>{"name":"grasp","arguments":{}}</tool_call>', ""),
+        (' {"name":"grasp","arguments":{}}', ""),
+        ("if a < b: <tool_", "if a < b:"),
+        ("{} is empty", ""),
+        ("a <tool_call> is a mark", "a"),
+    ],
+)
+def test_what_may_become_a_call_is_not_sent_as_text(
+    planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch, text: str, before: str
+) -> None:
+    hold = threading.Event()
+    says(monkeypatch, planner, text, hold)
+
+    async def test(server: Served, post: Post) -> None:
+        given = {"tools": [GRASP], "logprobs": True}
+        early, texts, calls, tokens, reasons = [], [], [], [], []
+        stream = stream_of(server, **given)
+        if not before:
+            hold.set()
+        async for chunk in stream:
+            (choice,) = chunk["choices"]
+            texts.append(choice["delta"].get("content") or "")
+            calls += choice["delta"].get("tool_calls", [])
+            tokens += (choice["logprobs"] or {"content": []})["content"]
+            reasons.append(choice["finish_reason"])
+            if not hold.is_set():
+                early.append(texts[-1])
+                if "".join(early) == before:
+                    hold.set()
+        (whole,) = (await post(of(**given)))[1]["choices"]
+        assert "".join(early) == before
+        assert "".join(texts) == (whole["message"]["content"] or "")
+        assert [one["function"]["name"] for one in calls if "id" in one] == [
+            one["function"]["name"] for one in whole["message"].get("tool_calls", [])
+        ]
+        assert tokens == whole["logprobs"]["content"] and reasons[-1] == whole["finish_reason"]
+
+    talk(planner, test)
+
+
+def test_streams_and_others_are_one_batch(planner: VLAPolicy) -> None:
+    async def test(server: Served, post: Post) -> None:
+        async def streamed(seed: int) -> str:
+            chunks = [chunk async for chunk in stream_of(server, temperature=1, seed=seed)]
+            return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+
+        server.core.pause()
+        waiting = [asyncio.create_task(streamed(seed)) for seed in (1, 2)]
+        waiting += [asyncio.create_task(post(of(temperature=1, seed=3)))]
+        while len(server.core._under_way) < len(waiting):
+            await asyncio.sleep(0)
+        before = server.core.batches
+        server.core.resume()
+        found = await asyncio.gather(*waiting)
+        assert server.core.batches - before == 1
+        alone = [
+            (await post(of(temperature=1, seed=seed)))[1]["choices"][0]["message"]["content"] for seed in (1, 2, 3)
+        ]
+        assert alone == [*found[:2], found[2][1]["choices"][0]["message"]["content"]]
+
+    talk(planner, test, max_wait_ms=50.0)
+
+
+@pytest.mark.parametrize("said", ["", "I am"])
+def test_a_policy_that_fails_ends_its_stream(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    openai = pytest.importorskip("openai")
+
+    def write_live(observation: Observation, *given: Any) -> PolicyOutput:
+        for place, byte in enumerate(said.encode()):
+            given[-1](0, LiveToken(place, bytes([byte]), -0.5))
+        raise RuntimeError("a secret of the server")
+
+    monkeypatch.setattr(planner, "write_live", write_live)
+
+    async def test(server: Served, post: Post) -> None:
+        client = openai.AsyncOpenAI(base_url=server.urls["openai"] + "/v1", api_key=TOKEN, max_retries=0)
+        texts: list[str] = []
+        with pytest.raises(openai.APIError) as caught:
+            async for chunk in await client.chat.completions.create(**of(stream=True)):
+                texts.append(chunk.choices[0].delta.content)
+        assert "".join(texts) == said[:-1] and "RuntimeError" in str(caught.value)
+        assert isinstance(caught.value, openai.APIStatusError) == (not said) and "secret" not in str(caught.value)
+        await client.close()
 
     talk(planner, test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 from expect import raises_code
 
 from embodrl.errors import OutputError
-from embodrl.processes.trace import NAME_VARIABLE, VARIABLE, naming, record, span
-from embodrl.tools.profile.timeline import Event, read_events, shares
+from embodrl.processes.trace import NAME_VARIABLE, VARIABLE, naming, record, recordable, span, switch
+from embodrl.tools.profile.timeline import Event, measured_window, read_events, shares, watch
 
 
 def event(name: str, start: float, end: float, pid: int) -> Event:
@@ -31,13 +32,13 @@ def test_busy_is_what_the_spans_cover_together_without_waiting() -> None:
         *(event("train", 16, 20, 1), event("forward and backward", 16, 19, 1), event("train", 28, 40, 1)),
         *(event("step", 8, 11, 2), event("step", 12, 15, 2), event("step", 14, 16, 2), event("step", 50, 60, 2)),
     ]
-    main, simulator = shares(events)
+    main, simulator = shares(events, measured_window(events))
     assert (main.name, main.busy) == ("main", pytest.approx((2 + 4 + 2) / 20))
     assert main.seconds == {"rollout": 6, "train": 6, "wait for simulators": 4, "forward and backward": 3, "policy": 2}
     assert (simulator.name, simulator.busy) == ("env/0", pytest.approx((1 + 4) / 20))
     assert simulator.counts == {"step": 3}
     with raises_code("profile-short", OutputError):
-        shares([each for each in events if each["name"] != "iteration 2" and each["name"] != "iteration 3"])
+        measured_window([each for each in events if each["name"] != "iteration 2" and each["name"] != "iteration 3"])
 
 
 def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -50,6 +51,7 @@ def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch, t
 
 def test_every_process_writes_its_own_file_under_its_name(tmp_path: Path) -> None:
     code = "from embodrl.processes.trace import span\nwith span('work'): pass\nraise SystemExit(3)"
+    switch(tmp_path, on=True)
     for name in ("one", "two"):
         environment = {VARIABLE: str(tmp_path), NAME_VARIABLE: name}
         assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 3
@@ -59,3 +61,31 @@ def test_every_process_writes_its_own_file_under_its_name(tmp_path: Path) -> Non
     worked = [e for e in events if e["ph"] == "X"]
     assert [e["name"] for e in worked] == ["work", "work"] and all(e["dur"] >= 0 for e in worked)
     assert worked[0]["pid"] != worked[1]["pid"]
+
+
+def test_the_switch_starts_and_stops_the_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    directory = tmp_path / "trace"
+    with recordable(directory):
+        for number, on in enumerate((False, True, False, True)):
+            switch(directory, on)
+            record(f"work {number}", number, number + 1)
+        assert [e["name"] for e in read_events(directory) if e["ph"] == "X"] == ["work 1", "work 3"]
+    with recordable(directory):
+        record("work 4", 4, 5)
+        assert read_events(directory) == []  # those of before are gone
+    assert VARIABLE not in os.environ and list(tmp_path.iterdir()) == []
+
+
+def test_a_process_on_a_machine_without_the_directory_records_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "elsewhere"))
+    record("work", 0.0, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_nobody_carries_out_is_not_recorded(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with raises_code("profile-not-running", OutputError):
+        watch(tmp_path, 1.0)
