@@ -27,6 +27,8 @@ from embodrl.hybrid_engines.process_groups import loopback_only
 BLOCK = 128
 """Tokens in the largest KV-cache page that vLLM chooses by itself."""
 
+_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+
 _ENVIRONMENT = {
     # Engine and model run in this process: weights are passed as tensors, and a logits processor may be any object.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -155,7 +157,7 @@ class LocalLlm:
         if shards > 1:
             options = {**options, "tensor_parallel_size": shards, "distributed_executor_backend": "mp"}
             if served.device.type == "cpu":
-                os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", _cores(shards))
+                os.environ.setdefault(_CORES, _cores(shards))
         elif served.device.type == "cpu" and not dist.is_initialized():
             # vLLM's rendezvous would be a file, which a killed run leaves behind.
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -279,7 +281,7 @@ def write_config(served: ServedModel, directory: Path) -> None:
 
 
 def _cores(shards: int) -> str:
-    """Return the cores of this process, split among vLLM's processes as VLLM_CPU_OMP_THREADS_BIND wants them."""
+    """Return the cores of this process, split among vLLM's processes, as ``_CORES`` wants them."""
     cores = sorted(os.sched_getaffinity(0))
     parts = [cores[rank::shards] or [cores[rank % len(cores)]] for rank in range(shards)]
     return "|".join(",".join(map(str, part)) for part in parts)
@@ -287,7 +289,7 @@ def _cores(shards: int) -> str:
 
 @contextmanager
 def _side_effects_undone() -> Iterator[None]:
-    random = capture_rng()
+    random, cores = capture_rng(), os.environ.get(_CORES)
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     try:
@@ -296,6 +298,8 @@ def _side_effects_undone() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         restore_rng(random)
+        if cores is None:
+            os.environ.pop(_CORES, None)
 
 
 @contextmanager
