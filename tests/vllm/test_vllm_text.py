@@ -101,8 +101,8 @@ def test_messages_calls_logprobs_and_values_are_those_of_the_native_engine(polic
     assert_same_engine(served, native)
     output = served.act(FIRST, True)
     texts = [written.text for written in policy.text_of(output.forward_inputs)]
-    assert all('"name": "reach"' in texts[row] for row in (0, 2, 4))
-    assert not any('"name": "reach"' in texts[row] for row in (1, 3))
+    assert all('"name":"reach"' in texts[row] for row in (0, 2, 4))
+    assert not any('"name":"reach"' in texts[row] for row in (1, 3))
     with torch.no_grad():
         again = policy.evaluate_actions(output.forward_inputs, served.sampling)
     torch.testing.assert_close(again.logprobs, output.logprobs, **TOLERANCE)
