@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from embodrl.hybrid_engines.training.sharding import whole
 from embodrl.models.base import VLAPolicy
 
 
@@ -19,3 +20,10 @@ def frozen_copy(policy: VLAPolicy, trained: Iterable[nn.Parameter]) -> VLAPolicy
         if id(parameter) not in shared:
             parameter.requires_grad_(False)
     return twin
+
+
+def whole_copy(policy: VLAPolicy) -> VLAPolicy:
+    """Return a policy with gradient-free, whole copies of all weights; a collective call if they are sharded."""
+    return copy.deepcopy(
+        policy, {id(p): nn.Parameter(whole(p).clone(), requires_grad=False) for p in policy.parameters()}
+    )

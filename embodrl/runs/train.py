@@ -16,7 +16,7 @@ from embodrl.preflight.placement import weighed
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.storage.checkpoint import CheckpointManager, open_checkpoint, preflight
-from embodrl.trainer.controllers import follow, of_controllers
+from embodrl.trainer.controllers import follow
 from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
@@ -59,7 +59,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
             refuse_earlier_run(run_dir)
             preflight(run_dir, LEAST_FREE_BYTES)
             controllers.first("begin", None)
-            return run_with_restarts(loaded, run_dir, lock, of_controllers(work, controllers))
+            return run_with_restarts(loaded, run_dir, lock, work, controllers=controllers)
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -112,7 +112,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
                 )
             logger.warning("%s has no checkpoint: it starts over", directory)
             controllers.first("resume", None)
-            return run_with_restarts(loaded, directory, lock, of_controllers(work, controllers), None, saved.text)
+            return run_with_restarts(loaded, directory, lock, work, None, saved.text, controllers)
         state = checkpoint.state
         generators = num_generators(config, loaded.deployment) * config.cluster.controllers
         done = iteration_of(checkpoint)
@@ -121,7 +121,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
         controllers.first("resume", COMPLETE if is_done else str(checkpoint.path.resolve()))
         if is_done:
             return already_complete(config, directory, checkpoint, done, overrides)
-        return run_with_restarts(loaded, directory, lock, of_controllers(work, controllers), checkpoint, saved.text)
+        return run_with_restarts(loaded, directory, lock, work, checkpoint, saved.text, controllers)
 
 
 def work(session: RunSession) -> TrainResult:

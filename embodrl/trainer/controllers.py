@@ -19,16 +19,6 @@ CONTROLLERS_DIR = "controllers"
 """In a run directory: a directory for each controller other than the first, with its logs."""
 
 
-def of_controllers(work: Callable[[RunSession], T], controllers: Controllers) -> Callable[[RunSession], T]:
-    """Return what performs an attempt as one of several controllers."""
-
-    def shared(session: RunSession) -> T:
-        session.controllers = controllers
-        return work(session)
-
-    return shared
-
-
 def follow(
     loaded: LoadedConfig,
     run_dir: Path,
@@ -46,9 +36,7 @@ def follow(
         # Its times are not those of the first controller, whose rows are in the checkpoint.
         (mine / METRICS_FILE).unlink(missing_ok=True)
         old_settings = last_settings(mine)
-        return run_with_restarts(
-            _silent(loaded), mine, lock, of_controllers(work, controllers), checkpoint, old_settings
-        )
+        return run_with_restarts(_silent(loaded), mine, lock, work, checkpoint, old_settings, controllers)
 
 
 def _silent(loaded: LoadedConfig) -> LoadedConfig:

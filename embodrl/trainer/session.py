@@ -18,7 +18,7 @@ from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, OutputError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
-from embodrl.hybrid_engines.controllers import ALONE
+from embodrl.hybrid_engines.controllers import ALONE, Controllers
 from embodrl.processes.restarts import RestartBudget
 from embodrl.processes.trace import recordable
 from embodrl.reporting.log import RunLog
@@ -181,6 +181,7 @@ def run_with_restarts(
     work: Callable[[RunSession], T],
     checkpoint: Checkpoint | None = None,
     old_settings: str | None = None,
+    controllers: Controllers = ALONE,
 ) -> T:
     """Work on a run, again from the newest checkpoint if training processes are lost (``actor.max_restarts``), or if
     its placement changes (``cluster.rebalance``).
@@ -192,6 +193,7 @@ def run_with_restarts(
         work: performs an attempt and returns its result.
         checkpoint: first starting point; None for the start.
         old_settings: the previous process's settings, if the run is resumed.
+        controllers: main processes of the run, of which this is one.
 
     Raises:
         EmbodrlError: the training processes were lost too often, all checkpoints are damaged, or another failure.
@@ -204,6 +206,7 @@ def run_with_restarts(
         try:
             with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
                 session = RunSession(loaded, directory, lock, stop, checkpoint, old_settings)
+                session.controllers = controllers
                 with session.explained():
                     return work(session)
         except TrainersLostError as lost:

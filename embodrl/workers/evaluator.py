@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -463,12 +463,19 @@ class ResultRecorder(Recorder):
 
 
 def _check_same(training: EnvSpec, held_out: EnvSpec) -> None:
-    if replace(held_out, num_envs=training.num_envs, tasks=training.tasks) != training:
+    mine, theirs = ({**asdict(spec), "cameras": _sizes(spec)} for spec in (training, held_out))
+    others = [name for name in mine if name not in ("num_envs", "tasks") and mine[name] != theirs[name]]
+    if others:
+        found = ", ".join(f"{name} ({theirs[name]} instead of {mine[name]})" for name in others)
         raise EnvError(
-            "the environments of env.eval have other cameras, actions or states than the training environments",
-            "remove the setting in env.eval.settings that changes them",
+            f"the environments of env.eval differ from the training environments in {found}",
+            "remove the setting in env.eval that changes them",
             code="evaluation-differs",
         )
+
+
+def _sizes(spec: EnvSpec) -> list[tuple[int, int]]:
+    return [(camera.height, camera.width) for camera in spec.cameras]
 
 
 def evaluation_result(config: Config, played: Played) -> EvalResult:

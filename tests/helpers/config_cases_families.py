@@ -474,10 +474,11 @@ FAMILIES += [
         more=("env.include_images",),
     ),
     Wrong(
-        "TD3+BC in several processes",
-        "actor.training_backend",
+        "TD3+BC in bfloat16",
+        "actor.precision",
         "td3-bc-has-an-actor",
-        ("actor.training_backend=fsdp", "algorithm.off_policy.demos={tmp}", "model=mlp", *TD3_BC),
+        ("actor.precision=bf16", "algorithm.off_policy.demos={tmp}", "model=mlp", *TD3_BC),
+        more=("rollout.precision",),
     ),
     Wrong(
         "RECAP without labels",

@@ -33,6 +33,8 @@ from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.sharding import held
 from embodrl.learners.imitation_update import ImitationUpdate
 from embodrl.learners.off_policy import OffPolicyUpdater
+from embodrl.learners.offline.td3_bc import Td3BcUpdater
+from embodrl.learners.records import ReplayUpdater
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.policy import build_policy, configure_torch
 
@@ -62,8 +64,11 @@ class Comparer(Worker):
         """Return the same of steps from a replay buffer with demonstrations, critics beside the policy."""
 
         def learn(engine: PolicyTrainEngine) -> tuple[Metrics, EngineState]:
-            stores = ReplayStores(buffer_of(60), buffer_of(30, seed=1))
-            metrics = OffPolicyUpdater(config, engine, stores).learn(torch.Generator().manual_seed(3))
+            if config.algorithm.loss_type == "td3_bc":
+                updater: ReplayUpdater = Td3BcUpdater(config, engine, buffer_of(60))
+            else:
+                updater = OffPolicyUpdater(config, engine, ReplayStores(buffer_of(60), buffer_of(30, seed=1)))
+            metrics = updater.learn(torch.Generator().manual_seed(3))
             return {name: float(value or 0.0) for name, value in metrics.items()}, engine.state_dict()
 
         return self._compared(config, learn)

@@ -1,4 +1,4 @@
-"""Evaluation environments that differ from training: ``env.eval.tasks``, ``max_episode_steps`` and ``settings``."""
+"""Evaluation environments that differ from training, by the settings in ``env.eval``."""
 
 from __future__ import annotations
 
@@ -8,26 +8,35 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from embodrl.config.rules.base import Context, rule
-from embodrl.config.rules.simulators import tasks_exist
+from embodrl.config.rules.interface import env_interface
+from embodrl.config.rules.simulators import env_has_the_cameras, env_has_the_reward, shortened, tasks_exist
+from embodrl.config.schema.env import OF_EVALUATIONS
+from embodrl.config.schema.tagged import env_settings
 from embodrl.names import nearest
 from embodrl.rule_set import Finding
-from embodrl.specs import MODELS, EngineSpec, ModelSpec
+from embodrl.specs import ENVS, MODELS, EngineSpec, ModelSpec
 
 SETTINGS = "env.eval.settings"
-_DIRECT = ("tasks", "max_episode_steps")
+OTHER = "env.eval.env_type"
 
 
-@rule("env.eval", "env.env_type", "env.tasks", "env.max_episode_steps", "model.num_action_chunks")
+@rule("env.eval", "env.env_type", "env.tasks", "env.cameras", "env.max_episode_steps", "model.num_action_chunks")
 def evaluations_can_be_played(context: Context) -> Iterator[Finding]:
     """Settings that only evaluations use are as valid as the training settings."""
     config = context.config
     wrong = False
+    env_type = config.env.eval.env_type or config.env.env_type
+    if env_type != config.env.env_type and not (env_type in ENVS and ENVS.entry(env_type).simulates):
+        able = [spec.name for spec in ENVS.all() if spec.simulates]
+        near = nearest(env_type, able)
+        yield Finding(OTHER, f"there is no simulator '{env_type}'", "name another one", shortened(able), near)
+        return
     for name in config.env.eval.settings:
-        if name not in config.env.own_settings:
+        if name not in (own := env_settings(env_type)().own_settings):
             wrong = True
-            known = sorted(config.env.own_settings)
+            known = sorted(own)
             hint = "give settings that only this simulator has; tasks and max_episode_steps are env.eval.tasks and ..."
-            message = f"{config.env.env_type} has no setting '{name}' of its own"
+            message = f"{env_type} has no setting '{name}' of its own"
             yield Finding(f"{SETTINGS}.{name}", message, hint, ", ".join(known), nearest(name, known), at=SETTINGS)
     if wrong:
         return
@@ -41,6 +50,32 @@ def evaluations_can_be_played(context: Context) -> Iterator[Finding]:
         return
     if evaluated is not config:
         yield from _as_played(context, replace(context, config=evaluated))
+        yield from _as_seen(context, replace(context, config=evaluated))
+
+
+def _as_seen(context: Context, played: Context) -> Iterator[Finding]:
+    """What the policy sees and does means the same in training and in evaluations."""
+    sizes = [[(camera.height, camera.width) for camera in each.config.env.cameras] for each in (context, played)]
+    if sizes[0] != sizes[1]:
+        shown = ", ".join(f"{height} x {width}" for height, width in sizes[0])
+        message = "has another number or other sizes of cameras than env.cameras"
+        yield Finding("env.eval.cameras", message, f"give them the sizes of env.cameras: {shown}", shown)
+    mine, theirs = context.simulator, played.simulator
+    if mine is theirs or mine is None or theirs is None:
+        return
+    names = f"{theirs.name} and {mine.name}"
+    dims = context.config.model.action_dim
+    hint = f"leave it out, or evaluate the policy with embodrl eval env={theirs.name}"
+    if theirs.action_dim not in (None, dims):
+        message = f"{theirs.name} takes {theirs.action_dim} dimensions per action, the policy gives {dims}"
+        yield Finding(OTHER, message, hint, others=("model.action_dim",))
+    trained, evaluated = env_interface(context), env_interface(played)
+    if trained is None or evaluated is None:
+        return
+    # Other names of cameras are other views.
+    found = [f"{n} ({there}, {here})" for n, here, there in trained.differences(evaluated) if n != "cameras"]
+    if found:
+        yield Finding(OTHER, f"{names} differ in {', '.join(found)}", hint, others=("env.env_type",))
 
 
 def _as_played(context: Context, played: Context) -> Iterator[Finding]:
@@ -49,19 +84,28 @@ def _as_played(context: Context, played: Context) -> Iterator[Finding]:
     if env.eval.max_episode_steps is not None and env.eval.max_episode_steps < chunk:
         message = f"is shorter than a chunk of {chunk} actions"
         yield Finding("env.eval.max_episode_steps", message, f"set it to at least {chunk}", f"at least {chunk}")
-    rules = [tasks_exist]
-    if context.simulator is not None:
-        rules += [each.check for one in context.simulator.rules for each in one.rules]
+    rules = [tasks_exist, env_has_the_cameras, env_has_the_reward]
+    if played.simulator is not None:
+        rules += [each.check for one in played.simulator.rules for each in one.rules]
     for check in rules:
-        known = {finding.message for finding in check(context)}
+        # Findings of the training environment are reported as such, and another simulator's rules don't apply to it.
+        known = {finding.message for finding in check(context)} if played.simulator is context.simulator else set[str]()
         for finding in check(played):
             section, _, name = finding.key.partition(".")
             if finding.message in known or section != "env":
                 continue
-            key = f"env.eval.{name}" if name in _DIRECT else f"{SETTINGS}.{name}"
+            first = name.partition(".")[0]
+            key = at = f"env.eval.{name}"
+            if first in OF_EVALUATIONS:
+                at = f"env.eval.{first}"
+            elif first in env.own_settings:
+                key, at = f"{SETTINGS}.{name}", SETTINGS
+            else:
+                key = at = OTHER
             code = finding.code or check.__name__.replace("_", "-")
             hint = finding.hint.replace(f"env.{name}=", f"{key}=")
-            yield replace(finding, key=key, hint=hint, at=key if name in _DIRECT else SETTINGS, others=(), code=code)
+            hint = hint.replace("set it", f"set env.{name}") if key == OTHER else hint
+            yield replace(finding, key=key, hint=hint, at=at, others=(), code=code)
 
 
 def _decodings(spec: ModelSpec, engine: EngineSpec) -> tuple[str, ...]:
@@ -101,7 +145,7 @@ def evaluations_follow_what_is_given(context: Context) -> Iterator[Finding]:
         message = f"env.tasks is {', '.join(env.tasks)}, but evaluations have tasks of their own"
         hint = f"write env.eval.tasks=[{','.join(env.tasks)}] in place of env.tasks"
         yield Finding("env.eval.tasks", message, hint, "null, or the same tasks", others=("env.tasks",))
-    for name in (*_DIRECT, "settings"):
+    for name in (*OF_EVALUATIONS, "env_type", "settings"):
         if context.config.protocol is not None and getattr(env.eval, name):
             message = f"departs from protocol={context.config.protocol}, which determines what is evaluated"
             yield Finding(f"env.eval.{name}", message, "leave it out, or the protocol", others=("protocol",))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -135,6 +135,10 @@ class EnvTrainConfig(Section):
     )
 
 
+OF_EVALUATIONS = ("tasks", "max_episode_steps", "cameras")
+"""Settings in ``env.eval`` that take the place of those with the same name in ``env``."""
+
+
 class EnvEvalConfig(Section):
     """Environments of evaluations, on fixed seeds."""
 
@@ -143,6 +147,16 @@ class EnvEvalConfig(Section):
     )
     max_episode_steps: PositiveInt | None = Field(
         default=None, description="step limit of evaluations; null uses env.max_episode_steps"
+    )
+    env_type: str | None = Field(
+        default=None,
+        description="another simulator for evaluations, with actions and observations of the same meaning; null uses"
+        " env.env_type",
+    )
+    cameras: tuple[CameraConfig, ...] | None = Field(
+        default=None,
+        description="cameras of evaluations, as many and of the same sizes as env.cameras; null uses those",
+        min_length=1,
     )
     settings: dict[str, bool | int | float | str] = Field(
         default={},
@@ -320,21 +334,33 @@ class EnvConfig(Section):
         """Names of the simulator-specific settings."""
         return frozenset(type(self).model_fields) - frozenset(EnvConfig.model_fields)
 
-    def evaluated(self) -> Self:
+    def evaluated(self) -> EnvConfig:
         """Return the section with the overrides in ``eval``; itself if there are none.
 
+        Another simulator has its own defaults, and ``python: auto``, since an interpreter belongs to a simulator.
+
         Raises:
-            ValidationError: ``eval.settings`` has a name or value that this simulator does not accept.
+            ValidationError: ``eval.settings`` has a name or value that the simulator does not accept.
         """
         other = self.eval
-        if other.tasks is None and other.max_episode_steps is None and not other.settings:
-            return self
-        values: dict[str, object] = json.loads(self.model_dump_json()) | other.settings
-        spec = ENVS.entry(self.env_type) if self.env_type in ENVS else None
+        name = other.env_type or self.env_type
+        values: dict[str, object] = json.loads(self.model_dump_json())
+        if name != self.env_type:
+            values = {key: value for key, value in values.items() if key in EnvConfig.model_fields}
+            values |= {"env_type": name, "python": "auto"}
+        values |= other.settings
+        spec = ENVS.entry(name) if name in ENVS else None
         if spec is not None and spec.derive is not None:
             derived, source = spec.derive(values)
             values |= derived if source in other.settings else {}
-        given = {"tasks": other.tasks, "max_episode_steps": other.max_episode_steps}
-        values |= {name: value for name, value in given.items() if value is not None}
-        found = type(self).model_validate_json(json.dumps(values))
+        given = json.loads(other.model_dump_json(include=set(OF_EVALUATIONS), exclude_none=True))
+        found = _class_of(type(self), name, self.env_type).model_validate_json(json.dumps(values | given))
         return self if found == self else found
+
+
+def _class_of(mine: type[EnvConfig], name: str, env_type: str) -> type[EnvConfig]:
+    if name == env_type:
+        return mine
+    from embodrl.config.schema.tagged import env_settings  # derives from this module
+
+    return env_settings(name)

@@ -29,7 +29,6 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("algorithm.recompute_logprobs", "auto", "has no ratios"),
 )
 TD3_BC_NEEDS = (
-    ("actor.training_backend", "native", "trains in one process"),
     ("actor.precision", "fp32", "trains in float32"),
     ("rollout.precision", "fp32", "acts in float32"),
 )
@@ -59,7 +58,7 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("algorithm.loss_type", "model.model_type", "model.small_actor.kind", "actor", "rollout.precision")
 def td3_bc_has_an_actor(context: Context) -> Iterator[Finding]:
-    """TD3+BC maximises Q through the policy's own actions, in one process and float32."""
+    """TD3+BC maximises Q through the policy's own actions, in float32."""
     config, family = context.config, context.family
     others = ("algorithm.loss_type",)
     if config.algorithm.loss_type != "td3_bc":

@@ -8,7 +8,6 @@ Shapes: E critics, B transitions of a batch, F features, C actions in a chunk, A
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -22,8 +21,10 @@ from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.replay import ReplayBuffer
 from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.copies import whole_copy
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
+from embodrl.hybrid_engines.training.sharding import whole
 from embodrl.learners.base import LearnerState
 from embodrl.learners.off_policy import OffPolicyUpdate, transitions
 from embodrl.learners.offline.settings import offline_settings
@@ -38,13 +39,13 @@ class Td3BcUpdate(OffPolicyUpdate):
     """Critics and actor of TD3+BC; the actor is the policy's greedy action.
 
     Attributes:
-        target_actor: follows the policy; only what is behind the features of both acts.
+        target_actor: follows the policy, whole in every process; only what is behind the features of both acts.
     """
 
     def __init__(
         self, engine: PolicyTrainEngine, config: Config, on_step: Callable[[int, int], None] | None = None
     ) -> None:
-        self.target_actor = copy.deepcopy(engine.policy).requires_grad_(False)
+        self.target_actor = whole_copy(engine.policy)
         super().__init__(engine, config, on_step)
         encoder = {name for name, p in engine.policy.named_parameters() if p in {*self.encoder_parameters}}
         theirs = dict(self.target_actor.named_parameters())
@@ -77,10 +78,7 @@ class Td3BcUpdate(OffPolicyUpdate):
         total = len(batch)
         labelled = float(batch["label_mask"].sum().clamp_min(1))
         batch = batch.replace(noise=torch.zeros(total, *self.actor.chunk_shape))
-        with torch.no_grad():
-            whole = batch.to(self.engine.device)
-            seen = self.seen_by_actor(whole)
-            scale = self.critic(seen, self.sample(seen, whole["noise"])[0])[0].abs().mean()
+        scale = self._scale(batch)
 
         def loss_of(part: Batch) -> LossOutput:
             seen = self.seen_by_actor(part)
@@ -94,8 +92,21 @@ class Td3BcUpdate(OffPolicyUpdate):
         step = self.engine.optimizer_step(loss, self.actor_parameters)
         self.engine.state.clear_gradients()
         super().follow()
-        soft_update(self._followers, self.actor_parameters, self.settings.tau)
+        soft_update(self._followers, map(whole, self.actor_parameters), self.settings.tau)
         return {"policy_loss": float(loss), "grad_norm": step.grad_norm, "bc_loss": float(metrics["bc_loss"])}
+
+    def _scale(self, batch: Batch) -> Tensor:
+        """Return the mean of ``|Q(s, pi(s))|`` over the batch, each process having valued its share of the rows."""
+
+        def value(rows: Tensor) -> Tensor:
+            part = batch[rows].to(self.engine.device)
+            with torch.no_grad():  # here, since it applies to one thread
+                seen = self.seen_by_actor(part)
+                return self.critic(seen, self.sample(seen, part["noise"])[0])[0]
+
+        values = torch.zeros(len(batch), device=self.engine.device)
+        self.engine.evaluate_rows(value, torch.arange(len(batch)), values)
+        return values.abs().mean()
 
 
 class Td3BcUpdater(ReplayUpdater):
