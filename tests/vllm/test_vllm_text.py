@@ -31,7 +31,7 @@ PROMPT = 400
 COLOUR = {"type": "string", "enum": ["red", "green", "blue", "yellow"]}
 TOOLS = [{"name": "reach", "parameters": {"type": "object", "properties": {"colour": COLOUR}, "required": ["colour"]}}]
 LONG = "look at the board, and say in a few words which of the squares are there and which of them is the nearest one"
-BYTES = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4}
+BYTES = {"max_prompt_tokens": 512, "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4}
 PUBLIC = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
