@@ -48,8 +48,10 @@ class VllmTextEngine(VllmEngine):
         self._served = policy
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         network, length = policy.network, policy.max_prompt + policy.max_tokens
+        # On a CPU vLLM packs the output layer, and reloading shared weights would leave its old ones packed.
+        public = {**network.public_config(), "tie_word_embeddings": False}
         self.decoder = LocalLlm(
-            ServedModel(network.public_config(), network.cached, self.device, dtype, length),
+            ServedModel(public, network.cached, self.device, dtype, length),
             limits,
             self.num_threads,
             config.enable_offload,
@@ -64,7 +66,9 @@ class VllmTextEngine(VllmEngine):
         self._load()
 
     def _language_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._served.network.public_weights().items():
+        weights = self._served.network.public_weights()
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        for name, tensor in weights.items():
             yield name, tensor.detach()
 
     def _predict(self, request: ActRequest) -> PolicyOutput:
