@@ -108,6 +108,8 @@ class VllmRolloutEngine(VllmEngine):
         MissingDependencyError: see VllmDecoder.
     """
 
+    decoder: VllmDecoder
+
     def __init__(
         self,
         policy: VLAPolicy,
