@@ -208,8 +208,8 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
     settings = (
         *("model.planner.num_attention_heads=2", "rollout.precision=fp32", "actor.precision=fp32"),
-        *("env.train.total_num_envs=8", "env.start_timeout_s=600"),
-        *("algorithm.group_size=4", "runner.max_iterations=2"),
+        *("env.train.total_num_envs=8", "env.eval.num_episodes=2", "env.start_timeout_s=600"),
+        *("algorithm.group_size=4", "runner.max_iterations=2", "runner.eval_interval=2"),
     )
     rows = {}
     for backend in ("vllm", "native"):
