@@ -32,7 +32,7 @@ COLOUR = {"type": "string", "enum": ["red", "green", "blue", "yellow"]}
 TOOLS = [{"name": "reach", "parameters": {"type": "object", "properties": {"colour": COLOUR}, "required": ["colour"]}}]
 LONG = "look at the board, and say in a few words which of the squares are there and which of them is the nearest one"
 BYTES = {"max_prompt_tokens": 512, "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4}
-PUBLIC = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+PUBLIC = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def make_policy(directory=None, **settings):
@@ -46,6 +46,7 @@ def make_policy(directory=None, **settings):
 
 def public_directory(path, kind, **changes):
     head = {"head_dim": 32} if kind.startswith("qwen3") else {}
+    head |= {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
     return write_language_model(path, kind, **{**PUBLIC, **head, **changes})
 
 

@@ -108,8 +108,6 @@ class VllmRolloutEngine(VllmEngine):
         MissingDependencyError: see VllmDecoder.
     """
 
-    decoder: VllmDecoder
-
     def __init__(
         self,
         policy: VLAPolicy,
@@ -126,7 +124,7 @@ class VllmRolloutEngine(VllmEngine):
         self._served = policy
         self._num_tokens = policy.num_action_chunks * policy.action_dim
         longest = policy.model.config.num_patches + policy.processor.max_prompt_tokens + self._num_tokens
-        self.decoder = VllmDecoder(
+        self.decoder = self._decoder = VllmDecoder(
             policy.model,
             dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
             max_length=longest,
@@ -155,7 +153,7 @@ class VllmRolloutEngine(VllmEngine):
             self._wake()
             parts = on_threads(tasks, self.num_threads)
             noise = [part.noise for part in parts if part.noise is not None]
-            tokens, logits, hidden = self.decoder.run(
+            tokens, logits, hidden = self._decoder.run(
                 [row for part in parts for row in part.rows],
                 self._num_tokens,
                 self.sampling,
