@@ -533,6 +533,16 @@ FAMILIES += [
         more=("rollout.backend",),
     ),
     Wrong(
+        "experts in vLLM",
+        "model.planner.num_experts",
+        "vllm-mixes-no-experts",
+        (
+            *("model.planner.num_experts=4", *PLANNER, "model.num_action_chunks=1", "rollout=vllm"),
+            "model.planner.num_attention_heads=2",
+        ),
+        more=("rollout.backend",),
+    ),
+    Wrong(
         "processes of vLLM in a rollout process",
         "rollout.vllm.tensor_parallel_size",
         "one-process-has-the-processes-of-vllm",

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from expect import raises_code
 from runs import embodrl, metrics
 from tiny_language_models import KINDS, write_language_model
 
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.timeout(1800)
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/planner"
 TOLERANCE = {"atol": 1e-4, "rtol": 0}
 PROMPT = 400
+EXPERTS = ("mixtral", "qwen3_moe")
 COLOUR = {"type": "string", "enum": ["red", "green", "blue", "yellow"]}
 TOOLS = [{"name": "reach", "parameters": {"type": "object", "properties": {"colour": COLOUR}, "required": ["colour"]}}]
 LONG = "look at the board, and say in a few words which of the squares are there and which of them is the nearest one"
@@ -46,7 +48,6 @@ def make_policy(directory=None, **settings):
 
 def public_directory(path, kind, **changes):
     head = {"head_dim": 32} if kind.startswith("qwen3") else {}
-    head |= {"moe_intermediate_size": 64} if kind == "qwen3_moe" else {}
     return write_language_model(path, kind, **{**PUBLIC, **head, **changes})
 
 
@@ -126,7 +127,13 @@ def test_messages_calls_logprobs_and_values_are_those_of_the_native_engine(polic
     assert_equal_outputs(*pair)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_refused(kind, tmp_path):
+    with raises_code("vllm-experts"):
+        engine_of(VllmTextEngine, make_policy(public_directory(tmp_path, kind)))
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {*EXPERTS}))
 def test_public_models_write_the_same(kind, tmp_path):
     policy = make_policy(public_directory(tmp_path, kind))
     found = engine_of(VllmTextEngine, policy, num_threads=2)

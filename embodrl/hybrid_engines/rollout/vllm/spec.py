@@ -19,6 +19,7 @@ OFFLOAD = "rollout.enable_offload"
 CACHING = "rollout.vllm.enable_prefix_caching"
 PARALLEL = "rollout.vllm.tensor_parallel_size"
 HEADS = "model.planner.num_attention_heads"
+EXPERTS = "model.planner.num_experts"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 NATIVE = "set rollout.backend=native"
 RULES = RuleSet()
@@ -111,6 +112,15 @@ def vllm_has_kernels_for_its_heads(context: Context) -> Iterator[Finding]:
         message = f"{shards} processes do not share {heads} heads evenly"
         near = divisors(heads, shards)
         yield Finding(PARALLEL, message, f"set it to {near}", near, others=(HEADS,))
+
+
+@RULES.rule(EXPERTS, "rollout.backend")
+def vllm_mixes_no_experts(context: Context) -> Iterator[Finding]:
+    """Experts whose weights were replaced write otherwise; those of a checkpoint are found at the start."""
+    model = context.config.model
+    if isinstance(model, PlannerModelConfig) and model.planner.num_experts is not None:
+        message = "a language model of experts writes otherwise in vLLM once its weights are new"
+        yield Finding(EXPERTS, message, f"set it to null, or {NATIVE}", "null", others=(BACKEND,))
 
 
 @RULES.note("rollout.backend", "rollout.precision", "model.trainable")

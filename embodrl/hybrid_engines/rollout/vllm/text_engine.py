@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
+from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.rollout.base import ActRequest
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmEngine, unserved
 from embodrl.hybrid_engines.rollout.vllm.llm import DecodeLimits, LocalLlm, ServedModel
@@ -35,7 +36,7 @@ class VllmTextEngine(VllmEngine):
         limits: rows and tokens that vLLM processes at once, its processes, and whether it keeps prefixes.
 
     Raises:
-        EmbodrlError: the policy is no planner.
+        EmbodrlError: the policy is no planner, or one with experts.
         MissingDependencyError: see LocalLlm.
     """
 
@@ -50,6 +51,12 @@ class VllmTextEngine(VllmEngine):
         network, length = policy.network, policy.max_prompt + policy.max_tokens
         # On a CPU vLLM packs the output layer, and reloading shared weights would leave its old ones packed.
         public = {**network.public_config(), "tie_word_embeddings": False}
+        if public.get("num_local_experts") or public.get("num_experts"):
+            raise EmbodrlError(
+                "a language model of experts writes otherwise in vLLM once its weights are new",
+                "set rollout.backend=native",
+                code="vllm-experts",
+            )
         self.decoder = LocalLlm(
             ServedModel(public, network.cached, self.device, dtype, length),
             limits,
