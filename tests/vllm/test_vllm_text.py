@@ -229,6 +229,7 @@ def test_a_run_of_the_example(tmp_path, monkeypatch):
     assert [row["iteration"] for row in rows["vllm"]] == [0, 1, 2]
     for row, other in zip(rows["vllm"], rows["native"], strict=True):
         assert row.get("train/behavior_weight_mean", 1.0) == pytest.approx(1.0, abs=1e-4)
+        other.pop("workflow/policy_batch", None)  # conversations that happened to wait together
         for name, value in other.items():
             near = value if value is None else pytest.approx(value, rel=1e-3, abs=1e-4)
             assert row[name] == near, (row["iteration"], name)
