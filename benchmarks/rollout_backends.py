@@ -28,8 +28,8 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
-from embodrl.hybrid_engines.rollout.vllm.decoder import DecodeLimits
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine
+from embodrl.hybrid_engines.rollout.vllm.llm import DecodeLimits
 from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation, SamplingParams

@@ -142,14 +142,6 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     ),
     "algorithm.replay_buffer": ("algorithm.off_policy", "write algorithm.off_policy.capacity, in observations"),
     "rollout.sampling_params": ("algorithm.sampling", "write algorithm.sampling.temperature and top_k"),
-    "rollout.vllm.enable_prefix_caching": (
-        "",
-        "remove it: every prompt begins with its own picture, so that no prefix is shared",
-    ),
-    "rollout.vllm.tensor_parallel_size": (
-        "",
-        "remove it: each rollout process holds a whole policy; cluster.component_placement gives rollouts more GPUs",
-    ),
 }
 """Dotted key elsewhere -> (key here, "" if there is none; hint)."""
 

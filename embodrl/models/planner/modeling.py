@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,17 +89,22 @@ class LlamaNetwork(Network):
     def recompute(self) -> None:
         self.model.model.gradient_checkpointing = True
 
-    def save(self, directory: Path) -> None:
-        checkpoint.save_weights(merged_state_dict(self.model, deferred=True), directory)
+    def public_config(self) -> dict[str, Any]:
         spec = self.model.spec
-        config = {
+        return {
             **{"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
             **{name: value for name, value in asdict(spec).items() if name != "rope_theta"},
             **{"rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta}},
             **{"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": END, "pad_token_id": PAD},
             OWN_SECTION: {"family": FAMILY},
         }
-        checkpoint.write_json(directory / CONFIG_FILE, config)
+
+    def public_weights(self) -> dict[str, Tensor]:
+        return merged_state_dict(self.model)
+
+    def save(self, directory: Path) -> None:
+        checkpoint.save_weights(merged_state_dict(self.model, deferred=True), directory)
+        checkpoint.write_json(directory / CONFIG_FILE, self.public_config())
 
 
 def init_weights(model: Llama, generator: torch.Generator) -> None:

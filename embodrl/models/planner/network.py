@@ -53,6 +53,14 @@ class Network(ABC):
         """Recompute the activations of every layer in the backward pass."""
 
     @abstractmethod
+    def public_config(self) -> dict[str, Any]:
+        """Return the content of config.json as transformers reads it."""
+
+    @abstractmethod
+    def public_weights(self) -> dict[str, Tensor]:
+        """Return the weights as public files name and split them, with adapters merged."""
+
+    @abstractmethod
     def save(self, directory: Path) -> None:
         """Write weights, with adapters merged, and config.json as transformers reads them."""
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from embodrl.models.common.sampling import draw, draw_quantile
 from embodrl.models.planner.vocabulary import CallTree, TextPrefix, Vocabulary
+from embodrl.types import SamplingParams
 
 _BITS = tuple(range(8))
 
@@ -19,6 +21,13 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     """Return the first ``count`` choices ``bool[...,K]`` of ``uint8[...,P]``, eight to a byte, the lowest bit first."""
     bits = torch.tensor(_BITS, dtype=torch.uint8, device=packed.device)
     return ((packed[..., None] >> bits) & 1).bool().flatten(-2)[..., :count]
+
+
+def draw_tokens(logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tensor:
+    """Return tokens ``int64[B]`` from ``float32[B,K]``; noise is ``[B,K]`` from Exp(1), or ``[B]`` from [0, 1)."""
+    if noise is None or noise.ndim == logits.ndim:
+        return draw(logits, sampling, noise)
+    return draw_quantile(logits, sampling, noise)
 
 
 class Page:
@@ -38,6 +47,7 @@ class Page:
         self.running = torch.ones(batch, dtype=torch.bool)
         self._size = vocabulary.size
         self._ends = torch.tensor(vocabulary.ends)
+        self.calls = tuple(calls)
         self._nodes: list[TextPrefix | None] = [None if tree is None else tree.root for tree in calls]
 
     def permit(self, place: int) -> Tensor:
@@ -53,6 +63,13 @@ class Page:
     def only(self, choices: Tensor) -> Tensor | None:
         """Return the tokens ``int64[B]`` if no running row has a choice, so that the network need not be asked."""
         return None if (choices.sum(dim=1) > 1)[self.running].any() else choices.int().argmax(dim=1)
+
+    def copy(self, tokens: Tensor) -> None:
+        """Write messages ``int64[B,M]`` that keep to the grammar; what follows an end is not read."""
+        for place in range(tokens.shape[1]):
+            self.permit(place)
+            if not self.write(place, tokens[:, place]):
+                break
 
     def write(self, place: int, chosen: Tensor) -> bool:
         """Write ``chosen int64[B]`` where messages go on; return whether any goes on after it."""

@@ -22,17 +22,10 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.chat import Conversation, LiveToken, WrittenText
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.live import OnToken
-from embodrl.models.common.sampling import (
-    action_entropy,
-    action_log_probs,
-    draw,
-    draw_quantile,
-    exponential_noise,
-    uniform_noise,
-)
+from embodrl.models.common.sampling import action_entropy, action_log_probs, exponential_noise, uniform_noise
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.planner.network import Network
-from embodrl.models.planner.page import Page, unpack
+from embodrl.models.planner.page import Page, draw_tokens, unpack
 from embodrl.models.planner.spec import PlannerModelConfig
 from embodrl.models.planner.vocabulary import Vocabulary
 from embodrl.types import TOKEN_MASK, ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
@@ -128,19 +121,12 @@ class PlannerPolicy(VLAPolicy):
         self.check_mode(mode)
         inputs = self.preprocess(observation)
         batch = observation.batch_size
-        calls = [self.vocabulary.tree(Conversation.read(text).calls) for text in observation.instruction]
-        if (most := max(tree.longest for tree in calls)) > self.max_tokens:
-            raise EmbodrlError(
-                f"a tool call has {most} tokens, but at most {self.max_tokens} are written",
-                f"set model.planner.max_new_tokens={most} or more",
-                code="planner-call-too-long",
-            )
-        noise = self._noise(batch, generator) if mode == "train" else None
+        page = self.page(observation)
+        noise = self.noise(batch, generator) if mode == "train" else None
         first = self._first(inputs)
         read_on = self.network.reader()
         hidden = read_on(inputs["input_ids"][:, first:], inputs["attention_mask"][:, first:])
         values = self._values(hidden) if compute_values else None
-        page = Page([tree if tree.longest else None for tree in calls], self.vocabulary, self.max_tokens)
         report = None if on_token is None else _Report(on_token, self.vocabulary, batch)
         logprobs = torch.zeros(batch, self.max_tokens)
         read = 0  # written tokens that the network has read
@@ -153,7 +139,7 @@ class PlannerPolicy(VLAPolicy):
                     hidden = read_on(piece, torch.ones_like(piece, dtype=torch.bool))
                     read = place
                 logits = self._logits(hidden, choices.to(self.device))
-                drawn = self._draw(logits, sampling, None if noise is None else noise[:, place])
+                drawn = draw_tokens(logits, sampling, None if noise is None else noise[:, place])
                 found = action_log_probs(logits, drawn, sampling).cpu()
                 chosen = drawn.cpu()
                 logprobs[:, place] = torch.where(page.running, found, 0.0)
@@ -162,9 +148,33 @@ class PlannerPolicy(VLAPolicy):
                 report.of(place, chosen, logprobs[:, place], page.mask[:, place])
             if not goes_on:
                 break
+        return self.make_output(inputs, page, logprobs, values)
+
+    def page(self, observation: Observation) -> Page:
+        """Return an empty page for the messages of a batch; ``EmbodrlError`` if a permitted call has over M tokens."""
+        trees = [self.vocabulary.tree(Conversation.read(text).calls) for text in observation.instruction]
+        if (most := max(tree.longest for tree in trees)) > self.max_tokens:
+            raise EmbodrlError(
+                f"a tool call has {most} tokens, but at most {self.max_tokens} are written",
+                f"set model.planner.max_new_tokens={most} or more",
+                code="planner-call-too-long",
+            )
+        return Page([tree if tree.longest else None for tree in trees], self.vocabulary, self.max_tokens)
+
+    def noise(self, batch: int, generator: RandomSource | None) -> Tensor:
+        """Return what ``draw_tokens`` draws M tokens with, ``float32[B,M,K]`` or ``[B,M]``."""
+        shape = batch, self.max_tokens
+        if self.vocabulary.whole_noise:
+            return exponential_noise((*shape, self.vocabulary.size), generator, self.device)
+        return uniform_noise(shape, generator, self.device)
+
+    def make_output(
+        self, inputs: Mapping[str, Tensor], page: Page, logprobs: Tensor, values: Tensor | None
+    ) -> PolicyOutput:
+        """Return a written page, with ``logprobs float32[B,M]``, as ``predict_action_batch`` does."""
         written = {TOKENS: page.tokens, TOKEN_MASK: page.mask, ALLOWED: page.allowed}
         return PolicyOutput(
-            np.zeros((batch, self.num_action_chunks, 0), np.float32),
+            np.zeros((len(logprobs), self.num_action_chunks, 0), np.float32),
             logprobs.to(self.device)[..., None],
             values,
             {**inputs, **{name: part.to(self.device) for name, part in written.items()}},
@@ -237,17 +247,6 @@ class PlannerPolicy(VLAPolicy):
     def _first(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the first column that is not padding in every row."""
         return int(inputs["attention_mask"].any(dim=0).int().argmax())
-
-    def _noise(self, batch: int, generator: RandomSource | None) -> Tensor:
-        shape = batch, self.max_tokens
-        if self.vocabulary.whole_noise:
-            return exponential_noise((*shape, self.vocabulary.size), generator, self.device)
-        return uniform_noise(shape, generator, self.device)
-
-    def _draw(self, logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tensor:
-        if noise is None or self.vocabulary.whole_noise:
-            return draw(logits, sampling, noise)
-        return draw_quantile(logits, sampling, noise)
 
     def _logits(self, hidden: Tensor, allowed: Tensor) -> Tensor:
         """Return ``float32[...,K]``, -inf for what is not allowed."""

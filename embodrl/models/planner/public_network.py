@@ -5,6 +5,7 @@ Shapes: B batch, S new tokens, N tokens so far, D hidden size.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,10 @@ class CausalNetwork(Network):
 
         recompute_layers(self.model, self.model.model.layers)
 
-    def save(self, directory: Path) -> None:
+    def public_config(self) -> dict[str, Any]:
+        return json.loads(self.model.config.to_json_string())
+
+    def public_weights(self) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
         state = merged_state_dict(self.model)
@@ -66,7 +70,10 @@ class CausalNetwork(Network):
                 state.pop(name, None)
         # The experts of a layer are one tensor in memory, and one each in public files.
         public: dict[str, Tensor] = revert_weight_conversion(self.model, state)
-        checkpoint.save_weights({name: part.contiguous() for name, part in public.items()}, directory)
+        return {name: part.contiguous() for name, part in public.items()}
+
+    def save(self, directory: Path) -> None:
+        checkpoint.save_weights(self.public_weights(), directory)
         self.model.config.save_pretrained(directory)
 
 

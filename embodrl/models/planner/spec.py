@@ -79,14 +79,13 @@ def text_needs_a_workflow(context: Context) -> Iterator[Finding]:
 
 @RULES.rule("model", "algorithm.reward_type", "rollout.backend")
 def a_message_is_a_chunk(context: Context) -> Iterator[Finding]:
-    """A message is one chunk of one element, written by the policy's own modules from the conversation alone."""
+    """A message is one chunk of one element, written from the conversation alone."""
     config = context.config
     model = config.model
     wanted = (
         ("model.num_action_chunks", model.num_action_chunks, 1),
         ("model.value_head.output", model.value_head.output, "chunk"),
         ("algorithm.reward_type", config.algorithm.reward_type, "chunk_level"),
-        ("rollout.backend", config.rollout.backend, "native"),
         ("model.condition", model.condition, None),
         ("model.stats_path", model.stats_path, None),
         ("model.center_crop", model.center_crop, False),
@@ -99,6 +98,10 @@ def a_message_is_a_chunk(context: Context) -> Iterator[Finding]:
             allowed = "null" if only is None else str(only).lower()
             message = f"a chunk of model.model_type={FAMILY} is a message, not actions"
             yield Finding(key, message, f"set it to {allowed}", allowed, others=("model.model_type",))
+    if config.rollout.backend not in ("native", "vllm"):
+        message = f"a chunk of model.model_type={FAMILY} is a message, which policy servers do not send"
+        hint = "set it to native or vllm"
+        yield Finding("rollout.backend", message, hint, "native", others=("model.model_type",))
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -117,6 +120,7 @@ SPEC = ModelSpec(
     settings=PlannerModelConfig,
     rules=(RULES,),
     kind="text",
+    autoregressive=True,
     value_inputs=("prompt_end",),
     trainable=("all", "lora"),
     uses_state=False,

@@ -27,21 +27,22 @@ class TextPrefix:
 
 @dataclass(frozen=True)
 class CallTree:
-    """The prefix tree of permitted texts, each ended, and the tokens of the longest."""
+    """The prefix tree of permitted texts, each ended, those texts, and the tokens of the longest."""
 
     root: TextPrefix
+    texts: tuple[tuple[int, ...], ...]
     longest: int
 
     @staticmethod
     def of(texts: Iterable[Sequence[int]]) -> CallTree:
         """Return the tree of texts, given as tokens with their end."""
-        root, longest = TextPrefix(), 0
-        for text in texts:
+        root = TextPrefix()
+        listed = tuple(tuple(text) for text in texts)
+        for text in listed:
             node = root
             for token in text:
                 node = node.following.setdefault(token, TextPrefix())
-            longest = max(longest, len(text))
-        return CallTree(root, longest)
+        return CallTree(root, listed, max(map(len, listed), default=0))
 
 
 class Vocabulary(ABC):

@@ -238,7 +238,7 @@ LINES = {
         ("actor_rollout_ref.actor.use_kl_loss=True", "algorithm.kl.placement"),
         ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", "actor.enable_offload"),
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2", ""),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ""),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "rollout.vllm.tensor_parallel_size"),
         ("actor_rollout_ref.ref.fsdp_config.param_offload=True", ""),
         ("trainer.n_gpus_per_node=8", "cluster.placement"),
         ("trainer.val_before_train=False", "runner.eval_at_start"),
@@ -263,7 +263,7 @@ LINES = {
         ("orchestrator.max_off_policy_steps=8", "runner.max_staleness"),
         ("deployment.num_train_gpus=2", "cluster.component_placement"),
         ("deployment.num_infer_nodes=1", "cluster.num_nodes"),
-        ("inference.vllm.tensor_parallel_size=4", ""),
+        ("inference.vllm.tensor_parallel_size=4", "rollout.vllm.tensor_parallel_size"),
         ("weight_broadcast.type=nccl", "rollout.weight_sync"),
         ("trainer.model.cp=2", ""),
         ("ckpt.interval=50", "runner.save_interval"),
@@ -296,7 +296,7 @@ LINES = {
 def test_a_line_of_an_example_is_answered(line: str, ours: str) -> None:
     (problem,) = problems(line)
     assert (problem.code, problem.nearest) == ("config-unknown-key", ours)
-    assert problem.hint.startswith("write " if ours else ("remove it", "`embodrl", "each rollout"))
+    assert problem.hint.startswith("write " if ours else ("remove it", "`embodrl"))
 
 
 def test_there_are_forty_lines() -> None:

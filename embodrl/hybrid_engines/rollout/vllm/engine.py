@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
 from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, RolloutParts
 from embodrl.hybrid_engines.rollout.native import max_batch_rows
-from embodrl.hybrid_engines.rollout.vllm.decoder import DecodeLimits, VllmDecoder
+from embodrl.hybrid_engines.rollout.vllm.decoder import VllmDecoder
+from embodrl.hybrid_engines.rollout.vllm.llm import DecodeLimits, LocalLlm
 from embodrl.hybrid_engines.rollout.vllm.spec import VllmConfig
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
@@ -40,7 +42,56 @@ class _Prompts:
     noise: Tensor | None
 
 
-class VllmRolloutEngine(RolloutEngine):
+class VllmEngine(RolloutEngine):
+    """Acts with a language model in vLLM, which has a copy of its weights.
+
+    Attributes:
+        decoder: vLLM, made by the constructor of a derived class, which then calls ``_load``.
+    """
+
+    decoder: LocalLlm
+    _asleep = False
+    _stale = False
+
+    @abstractmethod
+    def _language_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the language model's weights by transformers' names, adapters merged."""
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Overwrite vLLM's copy in place."""
+        with self._lock:
+            self._copy_weights(weights)
+            self._load()
+            self.version = version
+
+    def offload(self) -> None:
+        """Move vLLM's weights to main memory, and drop its cache."""
+        with self._lock:
+            if self.decoder.can_sleep and not self._asleep:
+                before = allocated_bytes(self.device)
+                self.decoder.sleep()
+                self._asleep = True
+                self.offload_report = OffloadReport(self.device, before, allocated_bytes(self.device))
+
+    def onload(self) -> None:
+        with self._lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self.decoder.wake_up()
+            self._asleep = False
+        if self._stale:
+            self._load()
+
+    def _load(self) -> None:
+        """Give vLLM the policy's weights, now or when it wakes up."""
+        self._stale = self._asleep
+        if not self._stale:
+            self.decoder.load_weights(self._language_weights())
+
+
+class VllmRolloutEngine(VllmEngine):
     """Acts with OpenVLA; vLLM decodes the action tokens on a copy of the language model.
 
     Images, projector, token embeddings and value head use the policy's own modules, so their weights are always
@@ -69,23 +120,17 @@ class VllmRolloutEngine(RolloutEngine):
     ) -> None:
         super().__init__(policy, config, sampling, seed, num_threads, part)
         if not isinstance(policy, OpenVLAPolicy):
-            raise EmbodrlError(
-                f"vLLM decodes token by token, but {type(policy).__name__} does not",
-                "set rollout.backend=native, or model=openvla",
-                code="vllm-policy",
-            )
+            raise unserved(policy)
         self._served = policy
-        self._asleep = self._stale = False
-        self._sleeps = config.enable_offload
         self._num_tokens = policy.num_action_chunks * policy.action_dim
         longest = policy.model.config.num_patches + policy.processor.max_prompt_tokens + self._num_tokens
-        self.decoder = VllmDecoder(
+        self.decoder = self._decoder = VllmDecoder(
             policy.model,
             dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
             max_length=longest,
             limits=limits or DecodeLimits(),
             num_threads=self.num_threads,
-            can_sleep=self._sleeps,
+            can_sleep=config.enable_offload,
         )
         self._load()
 
@@ -94,38 +139,8 @@ class VllmRolloutEngine(RolloutEngine):
         """Decodings; vLLM conditions on its own choices, so ``mean`` is unsupported."""
         return tuple(name for name in self.policy.decodings if name != "mean")
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Overwrite vLLM's copy in place."""
-        with self._lock:
-            self._copy_weights(weights)
-            self._load()
-            self.version = version
-
-    def offload(self) -> None:
-        """Move vLLM's weights to main memory, and drop its cache."""
-        with self._lock:
-            if self._sleeps and not self._asleep:
-                before = allocated_bytes(self.device)
-                self.decoder.sleep()
-                self._asleep = True
-                self.offload_report = OffloadReport(self.device, before, allocated_bytes(self.device))
-
-    def onload(self) -> None:
-        with self._lock:
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._asleep:
-            self.decoder.wake_up()
-            self._asleep = False
-        if self._stale:
-            self._load()
-
-    def _load(self) -> None:
-        """Give vLLM the policy's weights, now or when it wakes up."""
-        self._stale = self._asleep
-        if not self._stale:
-            self.decoder.load_weights(language_weights(self._served))
+    def _language_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return language_weights(self._served)
 
     def _predict(self, request: ActRequest) -> PolicyOutput:
         def ask(part: Observation, generator: RandomSource) -> _Prompts:
@@ -138,7 +153,7 @@ class VllmRolloutEngine(RolloutEngine):
             self._wake()
             parts = on_threads(tasks, self.num_threads)
             noise = [part.noise for part in parts if part.noise is not None]
-            tokens, logits, hidden = self.decoder.run(
+            tokens, logits, hidden = self._decoder.run(
                 [row for part in parts for row in part.rows],
                 self._num_tokens,
                 self.sampling,
@@ -173,8 +188,23 @@ def language_weights(policy: OpenVLAPolicy) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def make(parts: RolloutParts) -> VllmRolloutEngine:
+def unserved(policy: VLAPolicy) -> EmbodrlError:
+    """Return the error for a policy that vLLM cannot run."""
+    return EmbodrlError(
+        f"vLLM decodes token by token, but {type(policy).__name__} does not",
+        "set rollout.backend=native, or model=openvla",
+        code="vllm-policy",
+    )
+
+
+def make(parts: RolloutParts) -> VllmEngine:
     """Return the engine of a rollout."""
     settings = section_in(parts.config.rollout, "vllm", VllmConfig)
     rows = settings.max_num_seqs or max_batch_rows(parts.config)
-    return VllmRolloutEngine(*parts.common, DecodeLimits(rows, settings.max_num_batched_tokens))
+    caches = settings.enable_prefix_caching is not False
+    limits = DecodeLimits(rows, settings.max_num_batched_tokens, settings.tensor_parallel_size, caches)
+    if parts.policy.writes_text:
+        from embodrl.hybrid_engines.rollout.vllm.text_engine import VllmTextEngine
+
+        return VllmTextEngine(parts.common, limits)
+    return VllmRolloutEngine(*parts.common, limits)

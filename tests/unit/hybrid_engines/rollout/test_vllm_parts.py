@@ -18,7 +18,8 @@ from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.errors import ConfigError, MissingDependencyError
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, make_rollout_engine, max_batch_rows
 from embodrl.hybrid_engines.rollout.vllm import engine as vllm_engine
-from embodrl.hybrid_engines.rollout.vllm.decoder import import_vllm, kv_cache_bytes
+from embodrl.hybrid_engines.rollout.vllm.decoder import served_llama
+from embodrl.hybrid_engines.rollout.vllm.llm import DecodeLimits, import_vllm
 from embodrl.models.common.sampling import draw
 from embodrl.tools.plan.plan import make_plan
 
@@ -30,6 +31,7 @@ class PlainDecoder:
 
     def __init__(self, model, **settings):
         self.model, self.settings, self.asked = copy.deepcopy(model), settings, []
+        self.can_sleep = settings["can_sleep"]
 
     def load_weights(self, weights):
         assert "asleep" not in self.asked[-1:]
@@ -166,7 +168,7 @@ def test_a_missing_vllm_names_the_extra_of_the_device(device, extra, monkeypatch
 
 def test_the_cache_has_room_for_all_rows(policy):
     # 2 layers, keys and values, 4 heads of 8, 4 bytes: 512 bytes per token; 3 rows of 130 tokens take 2 pages each.
-    assert kv_cache_bytes(policy.model, torch.float32, 130, 3) == (3 * 2 + 1) * 128 * 512
+    assert served_llama(policy.model, torch.float32, 130).kv_cache_bytes(DecodeLimits(3)) == (3 * 2 + 1) * 128 * 512
 
 
 def refused(*arguments):
@@ -186,7 +188,7 @@ def test_what_vllm_can_not_do_is_reported_before_the_start(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     problem = refused("rollout=vllm", "model=openvla_oft")["rollout.backend"]
     assert "openvla_oft does not" in problem.message
-    assert problem.hint.endswith("or choose openvla")
+    assert problem.hint.endswith("or choose openvla, planner")
 
 
 def test_settings_of_vllm_without_vllm_are_noted():
