@@ -51,7 +51,7 @@ def started(loaded: LoadedConfig) -> Iterator[RolloutLearner]:
     config = loaded.config
     if config.cluster.controllers > 1:
         message = "a session is carried out by one process"
-        raise UsageError(message, "set cluster.controllers to 1", code="controllers-share-a-run")
+        raise UsageError(message, "set cluster.controllers to 1", code="session-has-one-controller")
     directory = run_directory(config)
     place = loaded.deployment.main_place
     check_machine(config, loaded.deployment)

@@ -66,6 +66,7 @@ SECTIONS = {
     "Workflows": (
         *("RolloutWorkflow", "EpisodeTask", "Trajectory", "EpisodeEngine", "Environment", "Tool", "ToolResult"),
         *("Completion", "ToolCall", "EpisodePlayer", "FinishedEpisode", "AsyncTaskRunner", "TaskResult"),
+        "McpTools",
     ),
     "Errors": ("EmbodrlError", "ConfigError", "ConfigProblem"),
 }

@@ -23,6 +23,7 @@ from embodrl.config.schema.section import (
     Section,
     Seed,
 )
+from embodrl.config.schema.settings_class import settings_class
 from embodrl.specs import DEFAULT_ENV, ENVS
 
 
@@ -354,13 +355,8 @@ class EnvConfig(Section):
             derived, source = spec.derive(values)
             values |= derived if source in other.settings else {}
         given = json.loads(other.model_dump_json(include=set(OF_EVALUATIONS), exclude_none=True))
-        found = _class_of(type(self), name, self.env_type).model_validate_json(json.dumps(values | given))
+        settings = type(self)
+        if name != self.env_type:
+            settings = EnvConfig if spec is None else settings_class(name, spec.settings, EnvConfig)
+        found = settings.model_validate_json(json.dumps(values | given))
         return self if found == self else found
-
-
-def _class_of(mine: type[EnvConfig], name: str, env_type: str) -> type[EnvConfig]:
-    if name == env_type:
-        return mine
-    from embodrl.config.schema.tagged import env_settings  # derives from this module
-
-    return env_settings(name)

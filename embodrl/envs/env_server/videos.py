@@ -16,7 +16,7 @@ from typing import cast
 from embodrl.envs.env_server.link import MAX_MESSAGE_BYTES
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.errors import MessageError
-from embodrl.fields import Fields
+from embodrl.fields import Fields, read_regular_file
 from embodrl.storage.atomic import atomic_file
 
 logger = logging.getLogger("embodrl.envs")
@@ -53,7 +53,7 @@ class ServedVideos:
             if file.stat().st_size + sum(map(len, taken.values())) > MAX_BYTES:
                 logger.warning("a video of %d MiB was dropped: too large to send", file.stat().st_size >> 20)
             else:
-                taken[file.name] = file.read_bytes()
+                taken[file.name] = read_regular_file(file, MAX_BYTES)
             file.unlink()
         return taken
 

@@ -39,6 +39,7 @@ EXTRAS = (
     Extra("serve", ("aiohttp", "msgpack", "zmq", "PIL.Image"), "aiohttp", "`embodrl serve` and model=remote"),
     Extra("store", ("fsspec", "pyarrow", "imageio_ffmpeg", "PIL.Image"), "fsspec", "`embodrl store`"),
     Extra("redis", ("redis",), "redis", "store.url=redis://HOST:PORT/DB/PREFIX"),
+    Extra("mcp", ("mcp",), "mcp", "tools of MCP servers in a workflow"),
     Extra("driving", ("highway_env",), "highway-env", "env=gymnasium_racetrack"),
     Extra("spacemouse", ("pyspacemouse",), "pyspacemouse", "store.intervention=spacemouse"),
     Extra("wandb", ("wandb",), "wandb", "W&B"),

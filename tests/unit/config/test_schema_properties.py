@@ -28,6 +28,7 @@ ITEMS: dict[str, dict[str, Any]] = {
     "algorithm.by_task": {"task": "reach-red"},
     "cluster.node_groups": {"label": "fast", "node_ranks": "0"},
     "env.cameras": {},
+    "env.eval.cameras": {},
     "env.train.task_curriculum.parts": {"kind": "stages"},
 }
 """Lists of sections, with what an item has to have."""

@@ -181,7 +181,7 @@ SITES = {
     "config/load.py": "extensions",
     "config/rules/__init__.py": "",  # rules of a verb, which its spec names
     "config/schema/optional.py": "",
-    "config/schema/tagged.py": "",
+    "config/schema/settings_class.py": "",
     "data/lerobot.py": "",
     "data/video_file.py": "",
     "envs/gymnasium/env.py": "env.id",

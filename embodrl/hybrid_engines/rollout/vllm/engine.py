@@ -9,15 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodrl.config.schema import RolloutConfig, SamplingConfig, section_in
+from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
-from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, RolloutParts
-from embodrl.hybrid_engines.rollout.native import max_batch_rows
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine
 from embodrl.hybrid_engines.rollout.vllm.decoder import VllmDecoder
 from embodrl.hybrid_engines.rollout.vllm.llm import DecodeLimits, LocalLlm
-from embodrl.hybrid_engines.rollout.vllm.spec import VllmConfig
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
@@ -195,16 +193,3 @@ def unserved(policy: VLAPolicy) -> EmbodrlError:
         "set rollout.backend=native, or model=openvla",
         code="vllm-policy",
     )
-
-
-def make(parts: RolloutParts) -> VllmEngine:
-    """Return the engine of a rollout."""
-    settings = section_in(parts.config.rollout, "vllm", VllmConfig)
-    rows = settings.max_num_seqs or max_batch_rows(parts.config)
-    caches = settings.enable_prefix_caching is not False
-    limits = DecodeLimits(rows, settings.max_num_batched_tokens, settings.tensor_parallel_size, caches)
-    if parts.policy.writes_text:
-        from embodrl.hybrid_engines.rollout.vllm.text_engine import VllmTextEngine
-
-        return VllmTextEngine(parts.common, limits)
-    return VllmRolloutEngine(*parts.common, limits)

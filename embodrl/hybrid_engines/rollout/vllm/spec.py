@@ -152,7 +152,7 @@ def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
 
 ENGINE = EngineSpec(
     name="vllm",
-    rollout="embodrl.hybrid_engines.rollout.vllm.engine:make",
+    rollout="embodrl.hybrid_engines.rollout.vllm.make:make",
     description="acts with the language model in vLLM, which gets new weights after every update",
     rollout_settings=VllmConfig,
     rules=(RULES,),
