@@ -345,6 +345,8 @@ class EnvConfig(Section):
         """
         other = self.eval
         name = other.env_type or self.env_type
+        if name == self.env_type and not other.settings and all(getattr(other, key) is None for key in OF_EVALUATIONS):
+            return self
         values: dict[str, object] = json.loads(self.model_dump_json())
         if name != self.env_type:
             values = {key: value for key, value in values.items() if key in EnvConfig.model_fields}
