@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from expect import raises_code
 from runs import HERE, TINY, Outcome, environment, metrics
 from safetensors.torch import load_file
+
+from embodrl.config import load_config
+from embodrl.errors import UsageError
+from embodrl.session import started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # several runs each, of two processes
 HELPER = HERE / "controller.py"
@@ -212,4 +217,15 @@ def test_what_does_not_fit_the_launcher_is_refused(tmp_path: Path) -> None:
         )
         assert other.returncode == 2
         assert "WORLD_SIZE" in other.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_session_is_refused_several_controllers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    settings = ["env=toy", "model=mlp", "cluster.controllers=2", "env.num_processes=2", "cluster.num_threads=1"]
+    loaded = load_config([*settings, f"runner.output_dir={tmp_path / 'run'}"])
+    with raises_code("session-has-one-controller", UsageError), started(loaded):
+        pass
     assert not (tmp_path / "run").exists()
