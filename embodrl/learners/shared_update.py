@@ -66,7 +66,7 @@ class SharedUpdate(OnPolicyUpdate):
 
     def counts(self, minibatch: TrajectoryBatch) -> LossCounts:
         mine = counts_of(minibatch, self.algorithm, self.engine.device)
-        # Counts are at least 1 for the sake of divisions: those of nothing must not add up.
+        # Counts are at least 1, to divide by; an empty minibatch must not add that 1 to the sum.
         drawn = minibatch.drawn
         values = {name: value for name, value in vars(mine).items() if value is not None}
         known = {name: float(value) * bool(drawn.any()) for name, value in values.items()}

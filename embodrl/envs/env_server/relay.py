@@ -122,7 +122,7 @@ class RemoteSimulator:
     def _connect(self, resume: bool) -> Link:
         hello = {"session": self._session, "resume": resume, "reconnect_s": self._reconnect_s}
         deadline = time.monotonic() + self._reconnect_s
-        addresses = [self._address, *(() if resume else self._others)]  # a simulator goes on at its own alone
+        addresses = [self._address, *(() if resume else self._others)]  # only its own server has a running simulator
         problems: dict[str, EnvError] = {}
         while True:
             for address in list(addresses):

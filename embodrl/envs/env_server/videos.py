@@ -1,7 +1,7 @@
 """Videos of simulators on an env server: encoded there, sent with the step that ends the episode, written by the run.
 
-The run numbers its videos and keeps their paths to itself, so that a server is told of no path of the run's machine,
-and a run names none of the server's.
+The run numbers its videos: a server never learns a path of the run's machine, and a run never names one of the
+server's.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RemoteVideos:
         self._paths: list[Path] = []
 
     def start(self, arguments: Mapping[str, object]) -> dict[str, object]:
-        """Return what the server is told of a request ``{"row", "path"}``."""
+        """Return what is sent to the server for a request ``{"row", "path"}``."""
         self._paths.append(Path(str(arguments["path"])))
         return {"row": arguments["row"], "number": len(self._paths) - 1}
 

@@ -139,7 +139,7 @@ class VllmDecoder(LocalLlm):
 
 
 def served_llama(model: OpenVLAModel, dtype: torch.dtype, max_length: int) -> ServedModel:
-    """Return OpenVLA's language model as vLLM is told of it."""
+    """Return the description of OpenVLA's language model that vLLM loads."""
     spec = model.config.llama
     config = {**spec.public(model.causal).to_dict(), "architectures": ["LlamaForCausalLM"]}
     cached = spec.num_hidden_layers, spec.num_key_value_heads * (spec.hidden_size // spec.num_attention_heads)

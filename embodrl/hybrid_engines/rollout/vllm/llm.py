@@ -44,7 +44,7 @@ class DecodeLimits:
 
     Attributes:
         max_num_seqs: rows; further ones wait.
-        max_num_batched_tokens: tokens, at least those of a row; None for those of ``max_num_seqs`` rows.
+        max_num_batched_tokens: tokens per step, enough for a row; None: enough for ``max_num_seqs`` rows.
         tensor_parallel_size: processes of vLLM that share each layer; 1 runs it in this process.
         caches_prefixes: keep the keys and values of prompts of tokens until weights change.
     """
@@ -100,7 +100,7 @@ class LocalLlm:
         options: further arguments of ``vllm.LLM``.
 
     Attributes:
-        prompt_tokens, cached_tokens: tokens of all prompts so far, and those of them that the cache had.
+        prompt_tokens, cached_tokens: prompt tokens so far, and how many of them came from the cache.
 
     Raises:
         MissingDependencyError: vLLM is not installed, or not the build for this device.

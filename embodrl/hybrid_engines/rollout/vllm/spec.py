@@ -103,7 +103,8 @@ def vllm_has_kernels_for_its_heads(context: Context) -> Iterator[Finding]:
     heads, width = model.planner.num_attention_heads, model.planner.hidden_size
     on_cpu = context.config.cluster.device == "cpu" or not context.solution.gpus_per_node
     if on_cpu and width % heads == 0 and width // heads not in CPU_HEAD_SIZES:
-        message = f"heads of {width // heads}, and vLLM has those of {', '.join(map(str, CPU_HEAD_SIZES))} on a CPU"
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        message = f"gives heads of size {width // heads}; vLLM's kernels for CPUs have {sizes}"
         fitting = [str(width // size) for size in CPU_HEAD_SIZES if width % size == 0]
         hint = f"set it to {fitting[0]}" if fitting else "set model.planner.hidden_size to a multiple of 32"
         yield Finding(HEADS, message, hint, " or ".join(fitting), others=("model.planner.hidden_size",))
@@ -116,7 +117,7 @@ def vllm_has_kernels_for_its_heads(context: Context) -> Iterator[Finding]:
 
 @RULES.rule(EXPERTS, "rollout.backend")
 def vllm_mixes_no_experts(context: Context) -> Iterator[Finding]:
-    """Experts whose weights were replaced write otherwise; those of a checkpoint are found at the start."""
+    """vLLM computes wrong tokens once experts got new weights; experts of a checkpoint are found at the start."""
     model = context.config.model
     if isinstance(model, PlannerModelConfig) and model.planner.num_experts is not None:
         message = "a language model of experts writes otherwise in vLLM once its weights are new"
