@@ -101,9 +101,9 @@ class SharedRollouts(NoCollector):
         self.undo()
         return self._gather(rows_of_update(self.config))
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """Return rollouts of as many further environments as the run has."""
-        return self._gather(self.config.env.train.total_num_envs)
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return the oldest further rollouts that have together at least so many groups."""
+        return self._gather(groups * self.config.algorithm.group_size)
 
     def _gather(self, rows: int) -> tuple[TrajectoryBatch, Metrics]:
         started_s = time.perf_counter()

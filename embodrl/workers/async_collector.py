@@ -164,12 +164,14 @@ class AsyncCollector:
         self._update = _Update()
         return self._gather(self.gate.batch_size)
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        """Return as many more shards as run at once: one of each environment."""
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
+        """Return the oldest further shards that have together at least so many groups."""
+        of_a_shard = self.schedule.num_envs // self.num_parts // self.config.algorithm.group_size
+        count = -(-groups // of_a_shard)
         with self._changed:
-            self._update.extra += self.num_parts
+            self._update.extra += count
             self._changed.notify_all()
-        return self._gather(self.num_parts, more=True)
+        return self._gather(count, more=True)
 
     def _gather(self, count: int, more: bool = False) -> tuple[TrajectoryBatch, Metrics]:
         clock = time.perf_counter()

@@ -98,8 +98,11 @@ class Collector(Protocol):
         """
         ...
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return another batch for the update, number ``epoch`` of the iteration; metrics cover all since ``gather``.
+
+        It has at least ``groups`` groups if they end by themselves, and those of all environments if they play in
+        lockstep.
 
         Raises:
             InterruptedError: as in ``gather``.
@@ -155,7 +158,7 @@ class NoCollector(Collector):
             "an offline run has no rollouts", "remove the node from the pipeline", code="offline-rollout"
         )
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
         return self.gather(iteration)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -230,7 +233,7 @@ class SyncCollector:
             self._starts_before = self.starts.state()
         return self._rollouts(iteration, range(self.config.algorithm.rollout_epoch))
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
         return self._rollouts(iteration, range(epoch, epoch + 1))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

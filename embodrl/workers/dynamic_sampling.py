@@ -19,17 +19,18 @@ def sample_mixed_groups(
     """Return ``[T,B]`` of groups with both successes and failures, from further rollouts if needed, and metrics.
 
     DAPO: Yu et al. 2025, arXiv 2503.14476, sec. 3.2. There are as many groups as in ``batch``, or fewer if
-    ``algorithm.filter.max_resamples`` further rollouts do not suffice. Surplus groups are dropped.
+    the groups of ``algorithm.filter.max_resamples`` further rollouts do not suffice. Surplus groups are dropped.
 
     Raises:
         InterruptedError: the run is stopping.
     """
     algorithm = rollout.config.algorithm
     size = algorithm.group_size
-    epochs = algorithm.rollout_epoch
+    epoch = algorithm.rollout_epoch
     wanted = len(batch) // size
+    of_a_rollout = wanted // algorithm.rollout_epoch
+    most = wanted + algorithm.filter.max_resamples * of_a_rollout
     seen = 0
-    resamples = 0
     parts: list[TrajectoryBatch] = []
     kept = 0
     env_steps = 0
@@ -43,17 +44,17 @@ def sample_mixed_groups(
         env_steps = env_steps + int(batch.meta["env_steps"])
         parts.append(batch[(chosen.unsqueeze(1) * size + torch.arange(size)).flatten()])
         parts[-1].meta.pop("env_steps")
-        if kept == wanted or resamples == algorithm.filter.max_resamples:
+        if kept == wanted or seen >= most:
             break
-        batch, metrics = rollout.gather_more(iteration, epochs + resamples)
-        resamples += 1
+        batch, metrics = rollout.gather_more(iteration, epoch, min(wanted - kept, most - seen))
+        epoch += 1
     selected = TrajectoryBatch.concat(parts)
     selected.meta["env_steps"] = env_steps
     return selected, metrics | {
         "rollout/groups_kept": float(kept),
         "rollout/groups_dropped": float(seen - kept),
         "rollout/groups_missing": float(wanted - kept),
-        "rollout/resamples": float(resamples),
+        "rollout/resamples": (seen - wanted) / of_a_rollout,
     }
 
 

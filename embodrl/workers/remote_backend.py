@@ -444,7 +444,7 @@ class RemoteCollector:
         parts = self.rollouts.call("gather", [(iteration,)] * self.rollouts.size)
         return self._join(parts, self.config.algorithm.rollout_epoch)
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
         return self._join(self.rollouts.call("gather_more", [(iteration, epoch)] * self.rollouts.size), 1)
 
     def _join(self, parts: list[Gathered], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:

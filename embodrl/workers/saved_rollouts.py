@@ -100,8 +100,8 @@ class SavingCollector(Collector):
         save_rollout(rollout_file(self.directory, iteration), batch, metrics)
         return batch, metrics
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
-        batch, metrics = self.inner.gather_more(iteration, epoch)
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
+        batch, metrics = self.inner.gather_more(iteration, epoch, groups)
         save_rollout(rollout_file(self.directory, iteration, epoch), batch, metrics)
         return batch, metrics
 
@@ -139,7 +139,7 @@ class ReplayedRollouts(NoCollector):
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         return self._load(iteration, 0)
 
-    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+    def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
         return self._load(iteration, epoch)
 
     def _load(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:

@@ -142,7 +142,8 @@ def test_an_asynchronous_run_is_resumed_as_one(config: Path, tmp_path: Path) -> 
     check_ledger(run_dir)
 
 
-def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("streams", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path, streams: bool) -> None:
     run_dir = tmp_path / "run"
     outcome = embodrl(
         "train",
@@ -155,11 +156,13 @@ def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -
         "env.train.max_steps_per_rollout_epoch=6",
         "runner.max_staleness=1",
         "runner.max_iterations=2",
+        *(("rollout.streaming=true", "env.train.auto_reset=false") if streams else ()),
     )
     assert outcome.code == 0, outcome.stderr
     rows = metrics(run_dir)[1:]
     # Counted when the second update takes its rollouts: those that the first one took beyond its own.
-    assert rows[0]["rollout/resamples"] == rows[-1]["staleness/rejected_shards"] > 0
+    shards = 2 if streams else 1  # of a rollout: groups, or all environments
+    assert rows[0]["rollout/resamples"] * shards == rows[-1]["staleness/rejected_shards"] > 0
 
 
 @pytest.mark.long

@@ -170,12 +170,12 @@ def test_an_update_that_asks_for_more_makes_room_for_it(tmp_path: Path) -> None:
     run.arrive(*(rollout("a", number, 0, float(number)) for number in range(2)))
     run.collector.gather(0)
     with pytest.raises(InterruptedError):
-        run.collector.gather_more(0, 1)
+        run.collector.gather_more(0, 1, 4)
     demand = Demand.of(run.store)
     assert demand is not None and demand.has_room(run.store, 0)
     run.stopped = False
     run.arrive(*(rollout("b", number, 0, float(number)) for number in range(2)))
-    more, _ = run.collector.gather_more(0, 1)
+    more, _ = run.collector.gather_more(0, 1, 4)
     assert more.batch_size[1] == 4 and more["group_id"].min() == 2, "groups of one update are all different"
 
 

@@ -180,7 +180,7 @@ def test_a_second_batch_for_an_update_makes_room_for_another(started: Any) -> No
     parts = started("runner.max_staleness=1", "runner.max_iterations=2")
     worker = parts.worker
     first, _ = worker.gather(0)
-    more, metrics = worker.gather_more(0, 1)
+    more, metrics = worker.gather_more(0, 1, 1)
     assert metrics["rollout/episodes"] >= len(first) * 2
     assert not set(first.group_id[0].tolist()) & set(more.group_id[0].tolist()), (
         "groups of one update are all different"
@@ -189,7 +189,7 @@ def test_a_second_batch_for_an_update_makes_room_for_another(started: Any) -> No
     assert worker.gate.rejected == 1 and worker.gate.accepted == 1 + len(worker.gate.waiting)
     worker.gather(1)
     assert len(parts.began()) == 3
-    worker.gather_more(1, 1)  # the last update may ask for more, too
+    worker.gather_more(1, 1, 1)  # the last update may ask for more, too
     assert len(parts.began()) == 4
 
 
@@ -203,13 +203,26 @@ def test_further_rollouts_come_one_at_a_time(started: Any) -> None:
         "env.train.total_num_envs=4",
     )
     first, _ = parts.worker.gather(0)
-    more, _ = parts.worker.gather_more(0, 2)
+    more, _ = parts.worker.gather_more(0, 2, 4)
     assert (len(first), len(more)) == (8, 4)
     assert sorted({*first.group_id[0].tolist(), *more.group_id[0].tolist()}) == list(range(12))
     parts.worker.update_weights([], 1)
     assert parts.worker.gate.rejected == 2
     again, _ = parts.worker.gather(1)
     assert again.group_id[0].min() == 0
+
+
+def test_further_groups_are_those_that_are_missing(started: Any) -> None:
+    """Two stages of two environments: one group of one environment is missing, so one stage's shard is enough."""
+    parts = started(
+        *("runner.max_staleness=1", "runner.max_iterations=2", "rollout.pipeline_stages=2"),
+        "env.train.total_num_envs=4",
+    )
+    first, _ = parts.worker.gather(0)
+    more, _ = parts.worker.gather_more(0, 1, 1)
+    assert (len(first), len(more)) == (4, 2)
+    parts.worker.update_weights([], 1)
+    assert parts.worker.gate.rejected == 1
 
 
 def test_a_checkpoint_loses_and_repeats_nothing(started: Any) -> None:
@@ -292,7 +305,7 @@ def test_an_interrupted_update_gives_back_what_it_had(started: Any) -> None:
     parts.wait_until(lambda: parts.worker.gate.running)
     parts.stop.set()
     with pytest.raises(InterruptedError):
-        parts.worker.gather_more(0, 1)
+        parts.worker.gather_more(0, 1, 1)
     saved = parts.worker.state()
     assert list(saved.state["shards"]) == ["0"] and saved.state["again"] == [1]
     (tensors,) = saved.tensors.values()
