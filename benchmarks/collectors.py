@@ -1,4 +1,6 @@
-"""Bytes through the main process, and a training process's memory: `python benchmarks/collectors.py DIRECTORY [--json FILE]`.
+"""Bytes through the main process, and memory of a training process, by the number of processes.
+
+`python benchmarks/collectors.py DIRECTORY [--json FILE]`
 
 The tiny OpenVLA plays 64 toy environments with 2 to 16 rollout processes, whose rollouts two training processes read
 past the main process, and once through it; then 1, 2 and 4 training processes share the rows of two rollout processes.

@@ -303,9 +303,10 @@ def test_the_planner_of_the_example_trains(tmp_path: Path) -> None:
         assert 1 <= rows[2]["eval/episode_length"] <= 2  # type: ignore[operator]
 
 
-def test_the_web_agent_of_the_example_trains(tmp_path: Path) -> None:
-    """Every episode has a message that reads, and one that answers."""
-    example = HERE.parents[1] / "examples" / "web_agent"
+@pytest.mark.parametrize("name", ["web_agent", pytest.param("code_agent", marks=pytest.mark.long)])
+def test_the_agents_with_tools_of_the_examples_train(tmp_path: Path, name: str) -> None:
+    """Every episode has a message that reads or runs a program, and one that answers."""
+    example = HERE.parents[1] / "examples" / name
     size = ("env.train.total_num_envs=16", "env.eval.num_episodes=8", "runner.max_iterations=2", "env.pin_cpus=false")
     order = ("--config", example / "config.yaml", f"runner.output_dir={tmp_path}", *size)
     done = embodrl("train", *order, search_path=example)
