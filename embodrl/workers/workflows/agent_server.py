@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from embodrl.envs.environment import Environment, ToolResult
 from embodrl.errors import EmbodrlError, WireError, WorkflowError
 from embodrl.hybrid_engines.rollout.batched import EpisodeEngine, conversation
-from embodrl.models.common.chat import Message
+from embodrl.models.common.chat import Message, TokenRules
 from embodrl.serving.wire.chat_api import (
     STREAM_TYPE,
+    ChatChoice,
     ChatRequest,
     ChatStream,
     completion_body,
@@ -85,6 +86,10 @@ class AgentSession:
             given = f"temperature={asked.temperature:g}" if asked.temperature is not None else f"seed={asked.seed}"
             own = f"the run's temperature is {self.engine.temperature:g} (algorithm.sampling.temperature)"
             raise refused(f"{given}, but the run says how messages are chosen", f"leave it out; {own}")
+        if asked.count > 1 or asked.stops or asked.rules != TokenRules():
+            # Log-probs that train are those of the run's distribution, and an episode has one next message.
+            hint = "leave out n, stop, top_p, presence_penalty and frequency_penalty"
+            raise refused("an episode's messages are chosen as the run is trained", hint)
         most = self.trajectory.task.max_chunks
         if len(self._names) >= most:
             conversation(asked.messages, None, "auto")  # raises for what has no value
@@ -101,8 +106,8 @@ class AgentSession:
         calls = found.tool_calls if asked.tools else ()
         model, version = asked.model or MODEL, found.output.version
         head = completion_head(name, model, int(time.time()), version)
-        answer = completion_body(head, found.written, calls, logprobs)
-        return ChatStream(head, asked).finish(answer, found.written) if asked.stream else answer
+        choices = [ChatChoice(found.written, calls, logprobs)]
+        return ChatStream(head, asked).finish(choices) if asked.stream else completion_body(head, choices)
 
     async def reward(self, body: bytes) -> dict[str, Any]:
         """Answer ``POST /v1/rewards``, by adding to the reward of the last message or of the named one."""
