@@ -62,6 +62,7 @@ _EXPORTS = {
     "PipelineContext": "embodrl.pipelines.context",
     **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.workers.workflows.workflow"),
     **dict.fromkeys(("EpisodePlayer", "FinishedEpisode"), "embodrl.workers.workflows.episodes"),
+    "ReplayedEpisode": "embodrl.workers.repetition",
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
     **dict.fromkeys(("EpisodeEngine", "Completion"), "embodrl.hybrid_engines.rollout.batched"),
     "ToolCall": "embodrl.models.common.chat",
@@ -147,6 +148,7 @@ if TYPE_CHECKING:
     from embodrl.types import SamplingParams as SamplingParams
     from embodrl.workers.episode import Episode as Episode
     from embodrl.workers.evaluator import EpisodeRecord as EpisodeRecord
+    from embodrl.workers.repetition import ReplayedEpisode as ReplayedEpisode
     from embodrl.workers.workflows.episodes import EpisodePlayer as EpisodePlayer
     from embodrl.workers.workflows.episodes import FinishedEpisode as FinishedEpisode
     from embodrl.workers.workflows.mcp_tools import McpTools as McpTools

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
-from embodrl.api import ConfigLike, configured, torch_settings
+from embodrl.api import ConfigLike, collect, configured, torch_settings
+from embodrl.data.demos import Demos
+from embodrl.data.load import is_lerobot, load_demos
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.learners.rollout import RolloutLearner
 from embodrl.names import import_object, label_of, workflow_agents
+from embodrl.pipelines.load import load_run
 from embodrl.pipelines.walk import Walk
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.metrics_file import Row
@@ -26,6 +29,7 @@ from embodrl.trainer.session import RunSession, run_directory_of
 from embodrl.trainer.stop import StopSignal
 from embodrl.workers.collector import rollout_metrics
 from embodrl.workers.lockstep import meta_of
+from embodrl.workers.repetition import ReplayedEpisode, replay
 from embodrl.workers.rollout_backend import LocalBackend
 from embodrl.workers.workflows.episodes import EpisodePlayer
 
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from embodrl.data.trajectory import TrajectoryBatch
     from embodrl.models.base import VLAPolicy
     from embodrl.pipelines.graph import GraphNode
+    from embodrl.runs.collect import CollectResult
 
 
 @contextmanager
@@ -274,6 +279,47 @@ class Session:
         """
         export_policy(self.policy, Path(directory), self.config, iteration=self.iteration)
 
+    def record(self, directory: str | Path, num_episodes: int, overrides: Sequence[str] = ()) -> CollectResult:
+        """Play episodes with the policy and keep them as a dataset, as `embodrl collect` does.
+
+        They are played in simulators that are started for it. Training is not affected.
+
+        Args:
+            directory: of the dataset, new or empty.
+            num_episodes: successful ones, unless ``collect.keep_failures``.
+            overrides: more of the section ``collect``, such as ``collect.sample=true``.
+
+        Raises:
+            EmbodrlError: a setting is invalid, rollouts are played by other processes (``policy-in-processes``), or
+                submitted episodes run (``session-episodes``).
+        """
+        learner = self._learner
+        self._check_idle("record", ahead=False)
+        learner.phases.enter("act")
+        more = [f"collect.output_dir={Path(directory).absolute()}", f"collect.num_episodes={num_episodes}"]
+        text, name = self._loaded.to_yaml(), Path("the session's configuration")
+        loaded = load_run(name, [*more, *overrides], "record", resuming=True, trust=True, text=text)
+        return collect(loaded, policy=self.policy)
+
+    def replay(self, recorded: str | Path | Demos, episodes: Sequence[int] | None = None) -> list[ReplayedEpisode]:
+        """Repeat the actions of recorded episodes in the simulator, from their seeds, and compare the outcomes.
+
+        They are played in simulators that are started for it.
+
+        Args:
+            recorded: directory of ``record``, or of `embodrl collect`; or its episodes.
+            episodes: numbers of episodes; None for all whose seed and task are known.
+
+        Raises:
+            EmbodrlError: there are no such episodes, or they are of another environment (``replay-impossible``).
+        """
+        _ = self._learner  # raises outside of the block
+        if isinstance(recorded, Demos):
+            return replay(recorded, self.config, episodes)
+        directory = Path(recorded)
+        small = (_SIDE, _SIDE) if is_lerobot(directory) else None
+        return replay(load_demos(directory, size=small), self.config, episodes)
+
     @property
     def _learner(self) -> RolloutLearner:
         if self._started is None:
@@ -350,6 +396,8 @@ def _run(walk: Walk, node: GraphNode, *inputs: object, **options: object) -> obj
     return value
 
 
+_SIDE = 64
+"""Pixels that the images of replayed episodes are reduced to: nothing reads them."""
 _DECOUPLED = frozenset(("prox_logprobs", "behavior_weights"))
 
 

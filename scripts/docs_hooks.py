@@ -45,7 +45,7 @@ API_MARK = "<!-- api -->"
 SECTIONS = {
     "Running": (
         *("load_config", "train", "evaluate", "collect", "sft", "load_policy", "follow_weights", "serve", "Session"),
-        *("TrainResult", "EvaluationResult", "EpisodeRecord", "CollectResult", "SftResult"),
+        *("TrainResult", "EvaluationResult", "EpisodeRecord", "CollectResult", "ReplayedEpisode", "SftResult"),
     ),
     "Configuration": ("LoadedConfig", "Config", "ModelConfig", "EnvConfig"),
     "Extension": (

@@ -1,9 +1,9 @@
 """AReaL's spelling of a task runner (``areal.core.async_task_runner``) and of workflows (``areal.api``).
 
 A workflow of AReaL's imports ``RolloutWorkflow``, ``ModelRequest`` and ``GenerationHyperparameters`` from here, and
-gets ``Tokenizer`` as its tokenizer. Without a counterpart: images, sampling by request (``algorithm.sampling`` is the
-run's), several samples of one episode (``algorithm.group_size``), interactions of an OpenAI client, and the engine's
-``submit``, ``wait`` and weights, which are of ``embodrl.Session``.
+gets ``Tokenizer`` as its tokenizer, and ``areal_openai.ArealOpenAI`` as its OpenAI client. Without a counterpart:
+images, sampling by request (``algorithm.sampling`` is the run's), several samples of one episode
+(``algorithm.group_size``), and the engine's ``submit``, ``wait`` and weights, which are of ``embodrl.Session``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import uuid
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
@@ -212,24 +212,45 @@ class AsyncTaskRunner(Generic[T]):
 # -- workflows ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class GenerationHyperparameters:
-    """How a request is answered: once. Everything else is the run's.
+    """How a request is answered. ``InferenceEngine.agenerate`` refuses what is not the run's.
 
-    Raises:
-        EmbodrlError: another setting (``areal-counterpart``).
+    Attributes:
+        n_samples: 1 in requests.
+        max_new_tokens: where a message is cut, besides ``model.planner.max_new_tokens``.
+        max_tokens: the same, with the prompt.
+        temperature: the run's, or None.
+        top_p, frequency_penalty, greedy, stop: AReaL's defaults alone, since training needs the run's distribution.
+        stop_token_ids: of ``Tokenizer``'s end and padding.
     """
 
-    def __init__(self, n_samples: int = 1, **others: object) -> None:
-        if others:
-            raise _without_counterpart(
-                f"a request sets {', '.join(sorted(others))}",
-                "set algorithm.sampling and model.planner.max_new_tokens for the run",
-            )
-        self.n_samples = n_samples
+    n_samples: int = 1
+    max_new_tokens: int = 16384
+    max_tokens: int = 32768
+    temperature: float | None = None
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    greedy: bool = False
+    stop: list[str] | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
         """Return a copy with other values."""
-        return GenerationHyperparameters(**({"n_samples": self.n_samples} | changes))
+        return replace(self, **changes)
+
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Tokenizer) -> GenerationHyperparameters:
+        """Return a copy that stops at the tokenizer's end and padding, as all messages do."""
+        ids = {*self.stop_token_ids, tokenizer.pad_token_id, tokenizer.eos_token_id}
+        return self.new(stop_token_ids=tuple(sorted(ids)))
+
+    def unlike(self, temperature: float) -> list[str]:
+        """Return the settings that a run of a temperature can't give to a request."""
+        neutral = GenerationHyperparameters()
+        named = ("n_samples", "top_p", "frequency_penalty", "greedy", "stop")
+        wrong = [name for name in named if getattr(self, name) != getattr(neutral, name)]
+        wrong += ["temperature"] * (self.temperature not in (None, temperature))
+        return wrong + ["stop_token_ids"] * bool({*self.stop_token_ids} - {planner.END, planner.PAD})
 
 
 class Tokenizer:
@@ -244,12 +265,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
-    ) -> list[int]:
-        """Return the tokens of messages; with ``add_generation_prompt`` also those that the answer follows."""
-        if not tokenize:
-            raise _without_counterpart("a chat template without tokens", "leave tokenize out")
+    ) -> list[int] | str:
+        """Return the tokens of messages; with ``add_generation_prompt`` also those that the answer follows.
+
+        Without ``tokenize`` a text to read or to judge, in which marks stand as ``<|user|>``.
+        """
         ids = planner.encode(Conversation.of(messages, tools))
-        return ids if add_generation_prompt else ids[:-1]
+        ids = ids if add_generation_prompt else ids[:-1]
+        return ids if tokenize else planner.marked_text(ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, without marks."""
@@ -263,6 +286,7 @@ class ModelRequest:
     Attributes:
         input_ids: tokens of ``Tokenizer.apply_chat_template``.
         metadata: ``tool_choice`` as in ``EpisodeEngine.generate``; anything else is the workflow's.
+        image_data: empty, since policies that write text read no images.
     """
 
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -270,6 +294,7 @@ class ModelRequest:
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     tokenizer: Tokenizer | None = None
+    image_data: list[str] | None = None
 
 
 @dataclass
@@ -297,59 +322,73 @@ class ModelResponse:
         """Tokens written."""
         return len(self.output_tokens)
 
+    @property
+    def output_tokens_without_stop(self) -> list[int]:
+        """Tokens written, without the end."""
+        return self.output_tokens[:-1] if self.stop_reason == "stop" else self.output_tokens
+
 
 class InferenceEngine:
     """The engine as an episode of AReaL's sees it.
 
     Attributes:
+        episode: the engine.
         completions: messages written so far.
     """
 
     def __init__(self, engine: EpisodeEngine) -> None:
-        self._engine = engine
+        self.episode = engine
         self.completions: list[Completion] = []
 
     def get_version(self) -> int:
         """Return the number of updates behind the weights."""
-        return self._engine.version
+        return self.episode.version
 
     async def act(self, observation: Observation) -> PolicyOutput:
         """Choose a chunk of actions, as ``EpisodeEngine.act``; AReaL's engine has none."""
-        return await self._engine.act(observation)
+        return await self.episode.act(observation)
 
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Generate the next message of a prompt; requests of concurrent episodes are batched.
 
         Raises:
-            EmbodrlError: several samples are asked for, or the policy's tokens are no bytes (``areal-counterpart``),
-                the tokens are no prompt (``planner-prompt``), or the policy writes no text (``policy-writes-no-text``).
+            EmbodrlError: it sets what is the run's, has images, or the policy's tokens are no bytes
+                (``areal-counterpart``), the tokens are no prompt (``planner-prompt``), or the policy writes no text
+                (``policy-writes-no-text``).
         """
-        if req.gconfig.n_samples != 1:
-            raise _without_counterpart(
-                f"a request for {req.gconfig.n_samples} samples", "ask for each with gconfig.new(n_samples=1)"
-            )
+        if wrong := req.gconfig.unlike(self.episode.temperature) + ["image_data"] * bool(req.image_data):
+            hint = "ask for one sample of a text; algorithm.sampling says how it is chosen"
+            raise without_counterpart(f"a request sets {', '.join(wrong)}", hint)
+        room = min(req.gconfig.max_new_tokens, req.gconfig.max_tokens - len(req.input_ids))
+        if room < 1:
+            raise without_counterpart(f"a request leaves room for {room} tokens", "raise gconfig.max_tokens")
         prompt = planner.read(req.input_ids)
         messages = [{"role": role, "content": text} for role, text in prompt.messages]
         choice = req.metadata.get("tool_choice", "auto")
-        completion = await self._engine.generate(messages, prompt.tools, choice)
-        output, inputs = completion.output, completion.output.forward_inputs
-        seen: list[int] = inputs["input_ids"][0][inputs["attention_mask"][0]].tolist()
-        if seen != planner.encode(prompt):
-            raise _without_counterpart(
+        completion = await self.episode.generate(messages, prompt.tools, choice, room)
+        response = respond(completion, req.tokenizer)
+        if response.input_tokens != planner.encode(prompt):
+            raise without_counterpart(
                 "a public language model's tokens",
                 "derive from embodrl.RolloutWorkflow, whose engine.generate writes texts",
             )
         self.completions.append(completion)
-        mask = inputs[TOKEN_MASK][0]
-        written: list[int] = inputs[TOKENS][0][mask].tolist()
-        return ModelResponse(
-            seen,
-            written,
-            output.logprobs[0, :, 0][mask].tolist(),
-            [output.version] * len(written),
-            "stop" if written[-1] == planner.END else "length",
-            req.tokenizer,
-        )
+        return response
+
+
+def respond(completion: Completion, tokenizer: Tokenizer | None) -> ModelResponse:
+    """Return the tokens of a message of ``model=planner``."""
+    output, inputs = completion.output, completion.output.forward_inputs
+    mask = inputs[TOKEN_MASK][0]
+    written: list[int] = inputs[TOKENS][0][mask].tolist()
+    return ModelResponse(
+        inputs["input_ids"][0][inputs["attention_mask"][0]].tolist(),
+        written,
+        output.logprobs[0, :, 0][mask].tolist(),
+        [output.version] * len(written),
+        "stop" if completion.written.ended else "length",
+        tokenizer,
+    )
 
 
 class RolloutWorkflow(workflow.RolloutWorkflow):
@@ -370,8 +409,8 @@ class RolloutWorkflow(workflow.RolloutWorkflow):
             data: what was submitted, with the environment, ``env``, and the task, ``episode`` (``EpisodeTask``).
 
         Returns:
-            a mapping with ``rewards``, of one element; its ``loss_mask``, if any, covers all that was written. Or a
-            ``Trajectory``, or None to reject the episode.
+            a mapping with ``rewards``, of one element; its ``loss_mask``, if any, covers all that was written. Or what
+            ``ArealOpenAI`` exports, a ``Trajectory``, or None to reject the episode.
         """
 
     async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
@@ -380,10 +419,16 @@ class RolloutWorkflow(workflow.RolloutWorkflow):
         Raises:
             WorkflowError: what it returned is not one episode of the messages written (``workflow-trajectory``).
         """
+        from embodrl.compat.areal_openai import InteractionWithTokenLogpReward, add_interactions
+
         seen = InferenceEngine(engine)
         found = await self.arun_episode(seen, {**task.data, "env": env, "episode": task})
         if found is None or isinstance(found, Trajectory):
             return found
+        if found and all(isinstance(one, InteractionWithTokenLogpReward) for one in found.values()):
+            trajectory = Trajectory(task)
+            add_interactions(trajectory, list(found.values()))
+            return trajectory
         written = sum(int(each.output.forward_inputs[TOKEN_MASK].sum()) for each in seen.completions)
         rewards = torch.as_tensor(found.get("rewards", ())).flatten().tolist()
         problem = hint = ""
@@ -402,5 +447,6 @@ class RolloutWorkflow(workflow.RolloutWorkflow):
         return trajectory
 
 
-def _without_counterpart(what: str, hint: str) -> EmbodrlError:
+def without_counterpart(what: str, hint: str) -> EmbodrlError:
+    """Return the error for what AReaL has and is not here."""
     return EmbodrlError(f"{what}, which has no counterpart here", hint, code="areal-counterpart")

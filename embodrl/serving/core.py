@@ -65,7 +65,7 @@ class Writing:
 
     Attributes:
         decoding: ``greedy`` or ``sampled``.
-        sampling: temperature and top k of samples; messages of one batch have the same.
+        sampling: temperature, top k and rules of tokens; messages of one batch have the same.
         seed: of its random numbers.
         on_token: called with each token and the policy version as it is written, in the policy's thread; a token may
             be reported again if its batch has to be computed again.
@@ -73,7 +73,7 @@ class Writing:
 
     decoding: Decoding
     sampling: SamplingParams
-    seed: int
+    seed: tuple[int, ...]
     on_token: Callable[[LiveToken, int], None] | None = None
 
 
@@ -283,7 +283,7 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         try:
             observation = Observation.concat([query.observation for query in batch])
             prefixes = [query.prefix for query in batch if query.prefix is not None]
-            seeds = [[query.writing.seed] for query in batch if query.writing is not None]
+            seeds = [query.writing.seed for query in batch if query.writing is not None]
             how = batch[0].writing
             if prefixes:  # all or none have a prefix: see ``choose``
                 limit = self.settings.rtc_max_guidance_weight

@@ -50,17 +50,46 @@ class WrittenText:
         ended: the policy ended the message; False if it was stopped.
         prompt_tokens: tokens of the conversation before it.
         has_its_call: it was stopped behind the one call that was permitted, and not at a limit.
+        stopped_after: number of tokens up to the end of the stop sequence before which it was cut; None without one.
     """
 
     tokens: tuple[bytes, ...]
     ended: bool
     prompt_tokens: int
     has_its_call: bool = False
+    stopped_after: int | None = None
 
     @property
     def text(self) -> str:
         """The message; bytes that are no UTF-8 become U+FFFD."""
         return b"".join(self.tokens).decode("utf-8", errors="replace")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ended before the limit of its length."""
+        return self.ended or self.has_its_call or self.stopped_after is not None
+
+    @property
+    def written_tokens(self) -> int:
+        """Number of tokens, with the mark of the end or the stop sequence."""
+        return len(self.tokens) + self.ended if self.stopped_after is None else self.stopped_after
+
+    def before(self, stops: Sequence[str]) -> WrittenText:
+        """Return what stands before the stop sequence that ends first; a token with its beginning loses that."""
+        whole = b"".join(self.tokens)
+        found = [(whole.index(stop) + len(stop), whole.index(stop)) for stop in map(_utf8, stops) if stop in whole]
+        if not found:
+            return self
+        stop_end, cut = min(found)
+        tokens: list[bytes] = []
+        ends = list(itertools.accumulate(map(len, self.tokens)))
+        for token, end in zip(self.tokens, ends, strict=True):
+            kept = token[: max(0, len(token) - max(0, end - cut))]
+            if not kept and end > cut:
+                break
+            tokens.append(kept)
+        after = 1 + next(number for number, end in enumerate(ends) if end >= stop_end)
+        return WrittenText(tuple(tokens), False, self.prompt_tokens, stopped_after=after)
 
     def tokens_of_one_call(self) -> int:
         """Return how many tokens lead to the end of the first marked call; all without one."""
@@ -70,6 +99,21 @@ class WrittenText:
             if _CLOSE.encode() in text and parse_calls(text.decode("utf-8", errors="replace")):
                 return number
         return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """What a client asks of the tokens of a message, besides the temperature, as in OpenAI's API.
+
+    Attributes:
+        top_p: keep the most probable tokens that together have this probability; 1 keeps all.
+        presence_penalty: subtracted from the logits of tokens that the message has.
+        frequency_penalty: subtracted once for each time that it has them.
+    """
+
+    top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,15 +212,31 @@ def said_before_calls(text: str) -> str:
     return before.rstrip() if mark else ""
 
 
+def text_before_stops(text: str, stops: Sequence[str]) -> str:
+    """Return the beginning of an unfinished message that no stop sequence is part of, however the message goes on."""
+    if found := [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]:
+        return text[: min(found)[1]]
+    return text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
+
+
 def certain_text(text: str) -> str:
     """Return the beginning of an unfinished message that is text, and part of no call, however the message goes on."""
     if text.lstrip()[:1] in ("", "{"):  # perhaps a call as a whole
         return ""
     before, mark, _ = text.partition(_OPEN)
     if not mark:
-        begun = next((count for count in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:count])), 0)
-        before = text[: len(text) - begun]
+        before = text[: len(text) - _begun(text, _OPEN)]
     return before.rstrip()  # as ``said_before_calls``
+
+
+def _begun(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark."""
+    return next((count for count in range(len(mark) - 1, 0, -1) if text.endswith(mark[:count])), 0)
+
+
+def _utf8(text: str) -> bytes:
+    # A lone surrogate, which JSON can hold, has no UTF-8.
+    return text.encode("utf-8", errors="replace")
 
 
 def tagged(call: str) -> str:

@@ -1,19 +1,52 @@
 """Distributions over action bins; rollout and training share these functions, so that log-probs agree.
 
 All take the action bins' logits only, divide by the temperature, keep the top k, and normalise in float32.
-Shapes: K bins.
+Shapes: B batch, K bins, T tokens written.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from embodrl.data.rng import RandomSource, draw_rows
+from embodrl.models.common.chat import TokenRules
 from embodrl.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class TextSampling(SamplingParams):
+    """Sampling of a served message, on which nothing trains.
+
+    Attributes:
+        rules: top p, applied after the top k, and penalties.
+    """
+
+    rules: TokenRules = field(default_factory=TokenRules)
+
+
+def penalised(logits: Tensor, tokens: Tensor, mask: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return logits ``[B,K]`` less the penalties of ``TextSampling``.
+
+    With c the number of times that a message has a token, ``logits - frequency * c - presence * (c > 0)``. Source:
+    OpenAI's API reference, ``frequency_penalty`` and ``presence_penalty``.
+
+    Args:
+        logits: of the next token, ``[B,K]``.
+        tokens: written so far, ``int64[B,T]``.
+        mask: which of them are, ``bool[B,T]``.
+        sampling: how messages are drawn.
+    """
+    rules = sampling.rules if isinstance(sampling, TextSampling) else TokenRules()
+    if not (rules.presence_penalty or rules.frequency_penalty):
+        return logits
+    index = tokens.clamp(max=logits.shape[-1] - 1).to(logits.device)  # padding lies above
+    counts = torch.zeros_like(logits).scatter_add_(-1, index, mask.to(logits))
+    return logits - rules.frequency_penalty * counts - rules.presence_penalty * (counts > 0)
 
 
 def log_distribution(logits: Tensor, sampling: SamplingParams, taken: Tensor | None = None) -> Tensor:
@@ -21,7 +54,7 @@ def log_distribution(logits: Tensor, sampling: SamplingParams, taken: Tensor | N
 
     Args:
         logits: ``[...,K]``.
-        sampling: temperature and top k.
+        sampling: temperature, top k, and perhaps top p.
         taken: bins ``int64[...]`` that stay in the support even after leaving the top k, so that the ratio of a stored
             action is never 0/0.
     """
@@ -32,7 +65,21 @@ def log_distribution(logits: Tensor, sampling: SamplingParams, taken: Tensor | N
         if taken is not None:
             keep.scatter_(-1, taken[..., None], True)
         scaled = scaled.masked_fill(~keep, -torch.inf)
+    if isinstance(sampling, TextSampling) and sampling.rules.top_p < 1:
+        scaled = scaled.masked_fill(~_nucleus(scaled, sampling.rules.top_p), -torch.inf)
     return scaled.log_softmax(dim=-1)
+
+
+def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
+    """Return ``bool[...,K]``: the fewest most probable bins with the probability ``top_p``, at least one.
+
+    Source: Holtzman et al. 2020, The Curious Case of Neural Text Degeneration.
+    """
+    probabilities, order = scaled.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = before < top_p
+    kept[..., 0] = True
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
 
 
 def action_log_probs(logits: Tensor, index: Tensor, sampling: SamplingParams) -> Tensor:

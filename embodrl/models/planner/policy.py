@@ -22,7 +22,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.chat import Conversation, LiveToken, WrittenText
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.live import OnToken
-from embodrl.models.common.sampling import action_entropy, action_log_probs, exponential_noise, uniform_noise
+from embodrl.models.common.sampling import action_entropy, action_log_probs, exponential_noise, penalised, uniform_noise
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.planner.network import Network
 from embodrl.models.planner.page import Page, draw_tokens, unpack
@@ -139,6 +139,7 @@ class PlannerPolicy(VLAPolicy):
                     hidden = read_on(piece, torch.ones_like(piece, dtype=torch.bool))
                     read = place
                 logits = self._logits(hidden, choices.to(self.device))
+                logits = penalised(logits, page.tokens[:, :place], page.mask[:, :place], sampling)
                 drawn = draw_tokens(logits, sampling, None if noise is None else noise[:, place])
                 found = action_log_probs(logits, drawn, sampling).cpu()
                 chosen = drawn.cpu()

@@ -70,6 +70,14 @@ def decode(ids: list[int], prompt_tokens: int) -> WrittenText:
     return WrittenText(tuple(bytes([i]) for i in ids if i < END), END in ids, prompt_tokens)
 
 
+def marked_text(ids: Sequence[int]) -> str:
+    """Return the text of tokens, with marks as ``<|NAME|>``; it can't be read back."""
+    names = {END: "end", PAD: "pad", **_NAMES}
+    return b"".join(f"<|{names[token]}|>".encode() if token in names else bytes([token]) for token in ids).decode(
+        "utf-8", errors="replace"
+    )
+
+
 def to_bytes(text: str) -> bytes:
     """Return the UTF-8 of a text."""
     # A lone surrogate, which JSON can hold, has no UTF-8.

@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from embodrl.errors import EmbodrlError, WireError
 from embodrl.hybrid_engines.rollout.batched import Completion, conversation
-from embodrl.models.common.chat import LiveToken
+from embodrl.models.common.chat import LiveToken, parse_calls
+from embodrl.models.common.sampling import TextSampling
 from embodrl.serving.core import Writing, explain
 from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
 from embodrl.serving.wire.chat_api import (
     STREAM_TYPE,
+    ChatChoice,
     ChatRequest,
     ChatStream,
     completion_body,
@@ -28,7 +31,6 @@ from embodrl.serving.wire.chat_api import (
     error_event,
     model_body,
 )
-from embodrl.types import SamplingParams
 
 if TYPE_CHECKING:
     from aiohttp.web import Request, StreamResponse
@@ -68,18 +70,32 @@ class OpenaiListener(HttpListener):
                 return self._no_model(asked.model)
             if asked.stream:
                 return await self._stream(request, asked)
-            found = await self._written(request, asked, self._how(asked))
+            found = await self._written(request, asked)
         except Exception as error:  # noqa: BLE001 - reported to the client
             return self._failed(error)
-        version = found.output.version
-        body = _body(self._head(version), asked, found)
+        version = found[0].output.version
+        body = completion_body(self._head(version), _choices(asked, found))
         return self.web.json_response(body, headers={VERSION_HEADER: str(version)})
 
-    async def _written(self, request: Request, asked: ChatRequest, how: Writing) -> Completion:
+    async def _written(self, request: Request, asked: ChatRequest, report: _Report | None = None) -> list[Completion]:
+        """Write all messages of an answer, and report their tokens."""
         seen = conversation(asked.messages, asked.tools, asked.choice)
-        output = (await self.core.act(seen, request.transport, self.name, writing=how)).output
-        assert output is not None
-        return Completion.of(self.core.engine.policy, output, asked.max_tokens, asked.parallel_calls)
+        how = self._how(asked)
+
+        async def one(index: int) -> Completion:
+            # Seeds are padded with zeros: the first message is that of a request for one.
+            own = replace(how, seed=(*how.seed, index), on_token=None if report is None else partial(report, index))
+            output = (await self.core.act(seen, request.transport, self.name, writing=own)).output
+            assert output is not None
+            found = Completion.of(self.core.engine.policy, output, asked.max_tokens, asked.parallel_calls)
+            written = found.written.before(asked.stops)
+            return (
+                found
+                if written is found.written
+                else replace(found, written=written, tool_calls=parse_calls(written.text))
+            )
+
+        return await asyncio.gather(*map(one, range(asked.count)))
 
     async def _stream(self, request: Request, asked: ChatRequest) -> StreamResponse:
         """Send events while the policy writes; raises what fails before the first of them."""
@@ -101,24 +117,24 @@ class OpenaiListener(HttpListener):
     async def _events(self, request: Request, asked: ChatRequest) -> AsyncGenerator[tuple[int, bytes], None]:
         """Yield the policy version and events of a message."""
         loop = asyncio.get_running_loop()
-        tokens: asyncio.Queue[tuple[LiveToken, int] | None] = asyncio.Queue()
+        tokens: asyncio.Queue[tuple[int, LiveToken, int] | None] = asyncio.Queue()
 
-        def report(token: LiveToken, version: int) -> None:
-            loop.call_soon_threadsafe(tokens.put_nowait, (token, version))
+        def report(index: int, token: LiveToken, version: int) -> None:
+            loop.call_soon_threadsafe(tokens.put_nowait, (index, token, version))
 
-        answer = asyncio.create_task(self._written(request, asked, replace(self._how(asked), on_token=report)))
+        answer = asyncio.create_task(self._written(request, asked, report))
         answer.add_done_callback(lambda _: tokens.put_nowait(None))  # behind all tokens
         stream: ChatStream | None = None
         try:
             while (got := await tokens.get()) is not None:
-                token, version = got
+                index, token, version = got
                 stream = stream or ChatStream(self._head(version), asked)
-                if events := stream.add(token):
+                if events := stream.add(token, index):
                     yield version, events
             found = answer.result()
-            version = found.output.version
+            version = found[0].output.version
             stream = stream or ChatStream(self._head(version), asked)
-            yield version, stream.finish(_body(stream.head, asked, found), found.written)
+            yield version, stream.finish(_choices(asked, found))
         finally:
             answer.cancel()
 
@@ -133,12 +149,11 @@ class OpenaiListener(HttpListener):
 
     def _how(self, asked: ChatRequest) -> Writing:
         own, decoding = self.core.engine.sampling, self.service.settings.decoding
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed
+        seed = (secrets.randbits(62) if asked.seed is None else asked.seed,)
+        sampling = TextSampling(asked.temperature or own.temperature, own.top_k, asked.rules)
         if asked.temperature is None:
-            return Writing(decoding, own, seed)
-        if asked.temperature == 0:
-            return Writing("greedy", own, seed)
-        return Writing("sampled", SamplingParams(asked.temperature, own.top_k), seed)
+            return Writing(decoding, sampling, seed)
+        return Writing("sampled" if asked.temperature else "greedy", sampling, seed)
 
     def _failed(self, error: Exception) -> StreamResponse:
         body, status = self._error(error)
@@ -170,8 +185,17 @@ class OpenaiListener(HttpListener):
         return self.refusal({"error": text, "code": "chat-path"}, 404)
 
 
-def _body(head: Mapping[str, Any], asked: ChatRequest, found: Completion) -> dict[str, Any]:
-    logprobs = found.output.logprobs[0, :, 0].tolist() if asked.logprobs else None
-    # A conversation without tools has no calls, whatever the text is.
-    calls = found.tool_calls if asked.tools else ()
-    return completion_body(head, found.written, calls, logprobs)
+_Report = Callable[[int, LiveToken, int], None]
+"""Called with the number of a message, its next token, and the policy version."""
+
+
+def _choices(asked: ChatRequest, found: Sequence[Completion]) -> list[ChatChoice]:
+    return [
+        ChatChoice(
+            one.written,
+            # A conversation without tools has no calls, whatever the text is.
+            one.tool_calls if asked.tools else (),
+            one.output.logprobs[0, :, 0].tolist() if asked.logprobs else None,
+        )
+        for one in found
+    ]

@@ -8,28 +8,36 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 from embodrl.errors import WireError
-from embodrl.models.common.chat import LiveToken, ToolCall, ToolChoice, WrittenText, certain_text, said_before_calls
+from embodrl.models.common.chat import (
+    LiveToken,
+    TokenRules,
+    ToolCall,
+    ToolChoice,
+    WrittenText,
+    certain_text,
+    said_before_calls,
+    text_before_stops,
+)
 
 MAX_TEMPERATURE = 2.0
+MAX_CHOICES = 128
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
+MAX_PENALTY = 2.0
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by less are infinite; from there on sampling is greedy anyway."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    **{"n": (1,), "stop": ([],), "top_p": (1,), "top_logprobs": (0,), "modalities": (["text"],)},
-    **{
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "logit_bias": ({},),
-        "response_format": ({"type": "text"},),
-    },
+    **{"top_logprobs": (0,), "modalities": (["text"],), "logit_bias": ({},), "response_format": ({"type": "text"},)},
 }
 """Fields that may have these values, or null, and no others."""
 _READ = (
     *("messages", "model", "tools", "tool_choice", "temperature", "max_tokens", "max_completion_tokens", "seed"),
-    *("logprobs", "stream", "stream_options", "parallel_tool_calls"),
+    *("logprobs", "stream", "stream_options", "parallel_tool_calls", "n", "stop"),
+    *("top_p", "presence_penalty", "frequency_penalty"),
 )
 _WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields that say nothing about the answer."""
@@ -49,6 +57,9 @@ class ChatRequest:
         parallel_calls: a message may have several calls.
         stream: the answer is wanted as events.
         stream_usage: the last of them has the number of tokens.
+        count: number of messages wanted.
+        stops: sequences before which a message is cut.
+        rules: how its tokens are chosen.
     """
 
     model: str
@@ -62,6 +73,9 @@ class ChatRequest:
     parallel_calls: bool = True
     stream: bool = False
     stream_usage: bool = False
+    count: int = 1
+    stops: tuple[str, ...] = ()
+    rules: TokenRules = field(default_factory=TokenRules)
 
     @staticmethod
     def read(body: bytes) -> ChatRequest:
@@ -88,6 +102,13 @@ class ChatRequest:
             tools=tools,
             choice=choice,
             temperature=_temperature(content),
+            count=_choices(content),
+            stops=_stops(content.get("stop")),
+            rules=TokenRules(
+                _number(content, "top_p", 0, 1, 1.0),
+                _number(content, "presence_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0),
+                _number(content, "frequency_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0),
+            ),
             max_tokens=next(iter(limits), None),
             seed=_whole(content, "seed", 0),
             logprobs=_flag(content, "logprobs"),
@@ -154,12 +175,37 @@ def _tools(given: object, choice: object) -> tuple[tuple[dict[str, Any], ...], T
 
 
 def _temperature(content: Mapping[str, Any]) -> float | None:
-    value = content.get("temperature")
+    value = _number(content, "temperature", 0, MAX_TEMPERATURE, None)
+    return 0.0 if value is not None and value < _LEAST_TEMPERATURE else value
+
+
+def _choices(content: Mapping[str, Any]) -> int:
+    count = _whole(content, "n", 1) or 1
+    if count > MAX_CHOICES:
+        raise refused(f"'n' is {count}", f"send a whole number from 1 to {MAX_CHOICES}")
+    return count
+
+
+def _stops(value: object) -> tuple[str, ...]:
+    found = [] if value is None else [value] if isinstance(value, str) else value
+    listed = cast("list[object]", found) if isinstance(found, list) else [None]
+    texts = tuple(one for one in listed if isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARS)
+    if len(texts) != len(listed) or len(texts) > MAX_STOPS:
+        hint = f"send a text, or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARS} characters"
+        raise refused(f"'stop' is {value!r:.60}", hint)
+    return texts
+
+
+_Default = TypeVar("_Default", float, None)
+
+
+def _number(content: Mapping[str, Any], name: str, least: float, most: float, without: _Default) -> float | _Default:
+    value = content.get(name)
     if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 <= value <= MAX_TEMPERATURE:
-        raise refused(f"the temperature is {value!r:.40}", f"send a number from 0 to {MAX_TEMPERATURE:g}")
-    return 0.0 if value < _LEAST_TEMPERATURE else float(value)
+        return without
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise refused(f"'{name}' is {value!r:.40}", f"send a number from {least:g} to {most:g}")
+    return float(value)
 
 
 def _whole(content: Mapping[str, Any], name: str, least: int) -> int | None:
@@ -212,52 +258,61 @@ def completion_head(name: str, model: str, created: int, version: int) -> dict[s
     }
 
 
-def completion_body(
-    head: Mapping[str, Any],
-    written: WrittenText,
-    calls: Sequence[ToolCall],
-    logprobs: Sequence[float] | None = None,
-) -> dict[str, Any]:
-    """Return the answer to a request.
+@dataclass(frozen=True)
+class ChatChoice:
+    """One of the messages that answer a request.
 
-    Args:
-        head: result of ``completion_head``.
+    Attributes:
         written: the message.
         calls: the calls that it is, or has behind a text.
         logprobs: of the tokens, and of the mark of the end, which is left out; None if they are not wanted.
     """
-    content = (said_before_calls(written.text) or None) if calls else written.text
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{head['id']}_{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for number, call in enumerate(calls)
-        ]
-    reason = "length" if not (written.ended or written.has_its_call) else "tool_calls" if calls else "stop"
-    tokens = len(written.tokens) + written.ended
-    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
-    if logprobs is not None:
-        pairs = zip(written.tokens, logprobs, strict=False)
-        choice["logprobs"] = {"content": [_token(data, number) for data, number in pairs], "refusal": None}
+
+    written: WrittenText
+    calls: Sequence[ToolCall] = ()
+    logprobs: Sequence[float] | None = None
+
+    def body(self, name: object, index: int) -> dict[str, Any]:
+        """Return it as number ``index`` of the completion ``name``."""
+        written, calls = self.written, self.calls
+        content = (said_before_calls(written.text) or None) if calls else written.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        prefix = f"call_{name}_{index}" if index else f"call_{name}"
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": f"{prefix}_{number}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+                }
+                for number, call in enumerate(calls)
+            ]
+        reason = "length" if not written.is_whole else "tool_calls" if calls else "stop"
+        choice = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+        if self.logprobs is not None:
+            pairs = zip(written.tokens, self.logprobs, strict=False)
+            choice["logprobs"] = {"content": [_token(data, number) for data, number in pairs], "refusal": None}
+        return choice
+
+
+def completion_body(head: Mapping[str, Any], choices: Sequence[ChatChoice]) -> dict[str, Any]:
+    """Return the answer to a request.
+
+    Args:
+        head: result of ``completion_head``.
+        choices: the messages, at least one.
+    """
+    prompt = choices[0].written.prompt_tokens
+    tokens = sum(choice.written.written_tokens for choice in choices)
     return {
         **head,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": written.prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": written.prompt_tokens + tokens,
-        },
+        "choices": [choice.body(head["id"], index) for index, choice in enumerate(choices)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens},
     }
 
 
 class ChatStream:
-    """A completion as server-sent events, token by token, while it is written or afterwards.
-
-    What may become a call is held back until that is decided, and so is the last token: its character may go on.
+    """A completion as server-sent events: its messages token by token, while they are written or afterwards.
 
     Args:
         head: result of ``completion_head``.
@@ -265,8 +320,37 @@ class ChatStream:
 
     def __init__(self, head: Mapping[str, Any], asked: ChatRequest) -> None:
         self.head = head
+        self._stream_usage = asked.stream_usage
         usage = {"usage": None} if asked.stream_usage else {}
         self._frame = {**head, "object": "chat.completion.chunk", **usage}
+        self._choices = [_ChoiceStream(self._frame, asked, index) for index in range(asked.count)]
+
+    def add(self, token: LiveToken, index: int = 0) -> bytes:
+        """Take the next token of a message; return the events that can be sent."""
+        return self._choices[index].add(token)
+
+    def finish(self, choices: Sequence[ChatChoice]) -> bytes:
+        """Return the remaining events of ``completion_body``'s answer.
+
+        Raises:
+            WireError: the tokens sent are not those of a message.
+        """
+        body = completion_body(self.head, choices)
+        streams = zip(self._choices, body["choices"], choices, strict=True)
+        events = [stream.finish(choice, given.written) for stream, choice, given in streams]
+        if self._stream_usage:
+            events.append(_sse({**self._frame, "choices": [], "usage": body["usage"]}))
+        return b"".join(events) + b"data: [DONE]\n\n"
+
+
+class _ChoiceStream:
+    """Events of one message. What may become a call, or a stop sequence, is held back until that is decided, and so is
+    the last token: its character may go on.
+    """
+
+    def __init__(self, frame: Mapping[str, Any], asked: ChatRequest, index: int) -> None:
+        self._frame = frame
+        self._index = index
         self._asked = asked
         self._received: list[LiveToken] = []
         self._decoder = _decoder()
@@ -281,25 +365,25 @@ class ChatStream:
         if self._received:
             self._texts.append(self._decoder.decode(self._received[-1].data))
         self._received.append(token)
-        text = "".join(self._texts)
+        text = text_before_stops("".join(self._texts), self._asked.stops)
         certain = len(certain_text(text) if self._asked.tools else text)
         length = len("".join(self._texts[: self._sent]))
+        ready = self._sent
+        while ready < len(self._texts) and length + len(self._texts[ready]) <= certain:
+            length += len(self._texts[ready])
+            ready += 1
+        while self._asked.stops and ready > self._sent and not self._texts[ready - 1]:
+            ready -= 1  # its character, which may begin a stop sequence, goes on
         events: list[bytes] = []
-        while self._sent < len(self._texts) and length + len(self._texts[self._sent]) <= certain:
-            length += len(self._texts[self._sent])
-            events += self._token_events(self._received[self._sent], self._texts[self._sent])
-            self._sent += 1
+        for place in range(self._sent, ready):
+            events += self._token_events(self._received[place], self._texts[place])
+        self._sent = ready
         return b"".join(events)
 
-    def finish(self, body: Mapping[str, Any], written: WrittenText) -> bytes:
-        """Return the remaining events of ``completion_body``'s answer.
-
-        Raises:
-            WireError: the tokens sent are not those of the message.
-        """
+    def finish(self, choice: Mapping[str, Any], written: WrittenText) -> bytes:
+        """Return the remaining events of ``ChatChoice.body``. Raises as ``ChatStream.finish``."""
         if tuple(token.data for token in self._received[: self._sent]) != written.tokens[: self._sent]:
             raise WireError("the message was written anew, and differs", "ask again", code="chat-stream")
-        (choice,) = body["choices"]
         message = choice["message"]
         said = "".join(self._texts[: self._sent])
         events = list(self._begin(None if message["content"] is None else ""))
@@ -310,9 +394,7 @@ class ChatStream:
             events += self._rest(written, choice["logprobs"])
         rest = choice["logprobs"] and {**choice["logprobs"], "content": choice["logprobs"]["content"][self._sent :]}
         events.append(self._event(_delta(rest if calls else None), finish_reason=choice["finish_reason"]))
-        if self._asked.stream_usage:
-            events.append(_sse({**self._frame, "choices": [], "usage": body["usage"]}))
-        return b"".join(events) + b"data: [DONE]\n\n"
+        return b"".join(events)
 
     def _rest(self, written: WrittenText, logprobs: Mapping[str, Any] | None) -> Iterator[bytes]:
         decoder = _decoder()
@@ -342,11 +424,11 @@ class ChatStream:
             yield self._event(_delta(role="assistant", content=content))
 
     def _event(self, choice: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-        return _sse({**self._frame, "choices": [{**choice, "finish_reason": finish_reason}]})
+        return _sse({**self._frame, "choices": [{**choice, "index": self._index, "finish_reason": finish_reason}]})
 
 
 def _delta(logprobs: object = None, **more: object) -> dict[str, Any]:
-    return {"index": 0, "delta": more, "finish_reason": None, "logprobs": logprobs}
+    return {"index": None, "delta": more, "finish_reason": None, "logprobs": logprobs}
 
 
 def _decoder() -> codecs.IncrementalDecoder:

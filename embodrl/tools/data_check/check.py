@@ -25,14 +25,13 @@ from embodrl.data.imitation import (
 )
 from embodrl.data.load import is_lerobot, load_demos
 from embodrl.data.statistics import STATISTICS_FILE
-from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.learners.imitation_policy import check_instructions, policy_with_statistics
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.policies import find_policy
 from embodrl.tools.data_check.checks import Checked, DataFinding, inspect, shown
-from embodrl.types import Observation, PolicyOutput, SamplingParams
-from embodrl.workers.play import Play, take_turns
+from embodrl.types import Observation, SamplingParams
+from embodrl.workers.repetition import repeat_groups, repeatable
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +172,7 @@ def _replay(
     # Without camera names, in the format raw, the cameras are the environment's, in its order.
     recorded = list(facts.cameras) if is_lerobot(directory) else wanted[: len(facts.cameras)]
     findings += camera_findings(recorded, wanted)
-    tasks = list(config.env.tasks)
-    rows = [n for n, seed in enumerate(demos.seeds) if seed is not None and demos.tasks[n] in tasks][:episodes]
+    rows = repeatable(demos, config)[:episodes]
     if facts.action_dim != config.model.action_dim or not rows:
         why = f"{facts.action_dim} action dimensions" if rows else "no episode has a seed and a task of env.tasks"
         message = f"the demonstrations can't be replayed in {config.env.env_type}: {why}"
@@ -227,48 +225,17 @@ def picture_difference(before: NDArray[np.uint8], seen: NDArray[np.uint8], views
     return float(np.abs(before[:, views].astype(np.float64) - seen).mean())
 
 
-def _repeat(demos: Demos, episodes: list[int], pool: EnvPool) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return the first images ``uint8[B,V,H,W,3]`` of B replayed episodes, and which are solved again ``bool[B]``."""
-    spans = [np.flatnonzero(demos.episode == n) for n in episodes]
-    success = np.zeros(len(spans), np.bool_)
-
-    def schedule(play: Play) -> NDArray[np.bool_] | None:
-        if play.last is not None:
-            success[play.last.active & play.last.step.success] = True
-        active = np.array([play.number < len(span) for span in spans])
-        return active if active.any() else None
-
-    def choose(observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
-        actions = demos.actions[[span[min(number, len(span) - 1)] for span in spans]]
-        return PolicyOutput(np.clip(actions, -1, 1)[:, None], torch.zeros(0), None, {})
-
-    play = Play(pool, choose, [], schedule)
-    seeds = np.array([demos.seeds[n] or 0 for n in episodes], np.int64)
-    play.begin(seeds, np.array([pool.spec.tasks.index(demos.tasks[n]) for n in episodes], np.int32))
-    assert play.observation is not None
-    seen = play.observation.images.copy()
-    take_turns([play])
-    return seen, success
-
-
 def _run_open_loop(demos: Demos, config: Config, rows: list[int], recorded: list[str]) -> Replay:
-    from embodrl.workers.env import check_simulator, make_single_pool
-
-    check_simulator(config)
-    width = config.env.num_processes
     solved: list[bool] = []
     differences: list[float] = []
     wanted = [camera.name for camera in config.env.cameras]
     single = len(recorded) == len(wanted) == 1
     views = [0] if single else [recorded.index(name) for name in wanted if name in recorded]
-    with make_single_pool(config, width) as pool:
-        for first in range(0, len(rows), width):
-            group = rows[first : first + width]
-            seen, success = _repeat(demos, [*group, *([group[-1]] * (width - len(group)))], pool)
-            before = demos.images[[np.argmax(demos.episode == n) for n in group]]
-            difference = picture_difference(before, seen[: len(group)], views)
-            differences += [] if difference is None else [difference]
-            solved += success[: len(group)].tolist()
+    for group, found in repeat_groups(demos, config, rows, np.clip(demos.actions, -1, 1)):
+        before = demos.images[[np.argmax(demos.episode == n) for n in group]]
+        difference = picture_difference(before, found.images, views)
+        differences += [] if difference is None else [difference]
+        solved += found.success.tolist()
     succeeded = [demos.success[n] is not False for n in rows]
     mean = float(np.mean(differences)) if differences else None
     return Replay(len(rows), float(np.mean(solved)), float(np.mean(succeeded)), mean)

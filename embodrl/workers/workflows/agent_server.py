@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from embodrl.envs.environment import Environment, ToolResult
 from embodrl.errors import EmbodrlError, WireError, WorkflowError
-from embodrl.hybrid_engines.rollout.batched import EpisodeEngine, conversation
-from embodrl.models.common.chat import Message
+from embodrl.hybrid_engines.rollout.batched import Completion, EpisodeEngine, conversation
+from embodrl.models.common.chat import Message, TokenRules
 from embodrl.serving.wire.chat_api import (
     STREAM_TYPE,
+    ChatChoice,
     ChatRequest,
     ChatStream,
     completion_body,
@@ -41,6 +42,24 @@ MAX_REWARD = 1e30
 """So that sums of rewards are finite in float32."""
 CLOSE_S = 1.0
 _STATUS = {"agent-episode-ended": 410, "agent-key": 401, "agent-path": 404, "wire-too-large": 413}
+
+
+def check_trainable(engine: EpisodeEngine, asked: ChatRequest) -> None:
+    """Raise WireError if a request would choose messages otherwise than the run is trained."""
+    if asked.temperature not in (None, engine.temperature) or asked.seed is not None:
+        given = f"temperature={asked.temperature:g}" if asked.temperature is not None else f"seed={asked.seed}"
+        own = f"the run's temperature is {engine.temperature:g} (algorithm.sampling.temperature)"
+        raise refused(f"{given}, but the run says how messages are chosen", f"leave it out; {own}")
+    if asked.count > 1 or asked.stops or asked.rules != TokenRules():
+        # Log-probs that train are those of the run's distribution, and an episode has one next message.
+        hint = "leave out n, stop, top_p, presence_penalty and frequency_penalty"
+        raise refused("an episode's messages are chosen as the run is trained", hint)
+
+
+async def write(engine: EpisodeEngine, asked: ChatRequest) -> Completion:
+    """Write the message of a request within an episode; raises as ``check_trainable`` and ``generate``."""
+    check_trainable(engine, asked)
+    return await engine.generate(asked.messages, asked.tools, asked.choice, asked.max_tokens, asked.parallel_calls)
 
 
 class AgentSession:
@@ -81,19 +100,14 @@ class AgentSession:
     async def complete(self, body: bytes) -> dict[str, Any] | bytes:
         """Answer ``POST /v1/chat/completions``, by events if asked; the message becomes a chunk of the trajectory."""
         asked = ChatRequest.read(body)
-        if asked.temperature not in (None, self.engine.temperature) or asked.seed is not None:
-            given = f"temperature={asked.temperature:g}" if asked.temperature is not None else f"seed={asked.seed}"
-            own = f"the run's temperature is {self.engine.temperature:g} (algorithm.sampling.temperature)"
-            raise refused(f"{given}, but the run says how messages are chosen", f"leave it out; {own}")
+        check_trainable(self.engine, asked)
         most = self.trajectory.task.max_chunks
         if len(self._names) >= most:
             conversation(asked.messages, None, "auto")  # raises for what has no value
             self.cut = self.cut or asked.messages
             hint = "return from the agent, or raise env.train.max_steps_per_rollout_epoch"
             raise WireError(f"the episode has its {most} messages", hint, code="agent-too-many-messages")
-        found = await self.engine.generate(
-            asked.messages, asked.tools, asked.choice, asked.max_tokens, asked.parallel_calls
-        )
+        found = await write(self.engine, asked)
         self.trajectory.add_message(found, success=self.success, observation=self._seen)
         name = f"chatcmpl-{secrets.token_hex(12)}"
         self._names.append(name)
@@ -101,8 +115,8 @@ class AgentSession:
         calls = found.tool_calls if asked.tools else ()
         model, version = asked.model or MODEL, found.output.version
         head = completion_head(name, model, int(time.time()), version)
-        answer = completion_body(head, found.written, calls, logprobs)
-        return ChatStream(head, asked).finish(answer, found.written) if asked.stream else answer
+        choices = [ChatChoice(found.written, calls, logprobs)]
+        return ChatStream(head, asked).finish(choices) if asked.stream else completion_body(head, choices)
 
     async def reward(self, body: bytes) -> dict[str, Any]:
         """Answer ``POST /v1/rewards``, by adding to the reward of the last message or of the named one."""

@@ -142,17 +142,41 @@ def test_what_is_not_one_episode_is_refused(policy: VLAPolicy, returned: dict[st
 
 
 def test_what_has_no_counterpart_is_refused(policy: VLAPolicy) -> None:
-    class Several(RolloutWorkflow):
+    class Asks(RolloutWorkflow):
         async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> None:
-            await engine.agenerate(ModelRequest(gconfig=GenerationHyperparameters(n_samples=2)))
+            await engine.agenerate(data["request"])
 
-    for refused in (
-        lambda: GenerationHyperparameters(temperature=0.5),
-        lambda: run(policy, Several(), {}),
-        lambda: Tokenizer().apply_chat_template(ASK, tokenize=False),
-    ):
+    ids = Tokenizer().apply_chat_template(ASK, add_generation_prompt=True)
+    own = GenerationHyperparameters().new_with_stop_and_pad_token_ids(Tokenizer())
+    changes: list[dict[str, Any]] = [{"n_samples": 2}, {"temperature": 0.3}, {"top_p": 0.5}, {"stop": ["."]}]
+    changes += [{"greedy": True}, {"frequency_penalty": 1.0}, {"stop_token_ids": (65,)}, {"max_tokens": len(ids)}]
+    requests = [ModelRequest(input_ids=ids, gconfig=own.new(**change)) for change in changes]
+    for request_ in (*requests, ModelRequest(input_ids=ids, image_data=["aGk="])):
         with raises_code("areal-counterpart", EmbodrlError, "counterpart"):
-            refused()
+            run(policy, Asks(), {"request": request_})
+
+
+def test_a_request_limits_its_message(policy: VLAPolicy) -> None:
+    class Short(RolloutWorkflow):
+        async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any]:
+            ids = Tokenizer().apply_chat_template(ASK, add_generation_prompt=True)
+            lengths = []
+            for change in ({"max_new_tokens": 3}, {"max_tokens": len(ids) + 2}):
+                gconfig = GenerationHyperparameters(temperature=CONFIG.algorithm.sampling.temperature, **change)
+                resp = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=gconfig))
+                assert resp.stop_reason == "length" and resp.output_tokens_without_stop == resp.output_tokens
+                lengths.append(resp.output_len)
+            assert lengths == [3, 2]
+            return {"rewards": [1.0]}
+
+    found = run(policy, Short(), {})
+    assert found is not None
+    assert [int(chunk.forward_inputs[TOKEN_MASK].sum()) for chunk in found.chunks] == [3, 2]
+
+
+def test_a_prompt_as_text_has_its_marks() -> None:
+    text = Tokenizer().apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>where is it?<|end|><|assistant|>"
 
 
 def test_tokens_of_a_public_model_are_refused(tmp_path: Path) -> None:

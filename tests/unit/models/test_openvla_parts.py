@@ -14,10 +14,19 @@ from tokenizers import Tokenizer, models
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.action_bins import ActionBins
+from embodrl.models.common.chat import TokenRules
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import jpeg_round_trip, resize_bicubic, resize_lanczos
 from embodrl.models.common.norm_stats import choose_stats, identity_stats, stats_sets
-from embodrl.models.common.sampling import action_entropy, draw, exponential_noise, log_distribution, smoothed_targets
+from embodrl.models.common.sampling import (
+    TextSampling,
+    action_entropy,
+    draw,
+    exponential_noise,
+    log_distribution,
+    penalised,
+    smoothed_targets,
+)
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.openvla.processing import PROMPT
 from embodrl.types import SamplingParams
@@ -154,6 +163,33 @@ class TestSampling:
         logp = log_distribution(self.logits, SamplingParams(1.0, top_k=2))
         total = math.exp(2) + math.exp(1)
         np.testing.assert_allclose(logp.exp()[0].numpy(), [math.exp(2) / total, math.exp(1) / total, 0, 0], rtol=1e-6)
+
+    @pytest.mark.parametrize(
+        ("top_p", "kept"),
+        [(0.0, [0.5]), (0.5, [0.5]), (0.51, [0.5, 0.25]), (0.75, [0.5, 0.25]), (0.8, [0.5, 0.25, 0.15]), (1.0, None)],
+    )
+    def test_top_p(self, top_p, kept):
+        probabilities = [0.1, 0.5, 0.15, 0.25]
+        logp = log_distribution(torch.tensor(probabilities).log(), TextSampling(rules=TokenRules(top_p)))
+        found = probabilities if kept is None else [p if p in kept else 0.0 for p in probabilities]
+        np.testing.assert_allclose(logp.exp().numpy(), np.array(found) / sum(found), rtol=1e-5)
+
+    def test_top_p_is_of_what_top_k_and_temperature_leave(self):
+        logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+        # Of the first three: 4/9, 3/9 and 2/9. Their squares: 16/29, 9/29 and 4/29.
+        for temperature, weights in ((1.0, [4, 3, 0, 0]), (0.5, [16, 0, 0, 0])):
+            logp = log_distribution(logits, TextSampling(temperature, 3, TokenRules(0.5)))
+            np.testing.assert_allclose(logp.exp().numpy(), np.array(weights) / sum(weights), rtol=1e-5)
+
+    def test_penalties_by_hand(self):
+        logits = torch.tensor([[2.0, 1.0, -math.inf, -1.0], [0.0, 0.0, 0.0, 0.0]])
+        tokens = torch.tensor([[0, 0, 3], [1, 9, 9]])  # 9 is padding
+        mask = torch.tensor([[True, True, True], [True, False, False]])
+        rules = TokenRules(presence_penalty=0.5, frequency_penalty=0.25)
+        found = penalised(logits, tokens, mask, TextSampling(rules=rules))
+        assert found.tolist() == [[1.0, 1.0, -math.inf, -1.75], [0.0, -0.75, 0.0, 0.0]]
+        assert penalised(logits, tokens, mask, SamplingParams()) is logits
+        assert penalised(logits, tokens[:, :0], mask[:, :0], TextSampling(rules=rules)).tolist() == logits.tolist()
 
     def test_a_taken_bin_stays_in_the_support(self):
         taken = log_distribution(self.logits, SamplingParams(1.0, top_k=2), torch.tensor([3]))

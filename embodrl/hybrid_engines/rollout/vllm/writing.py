@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodrl.models.common.sampling import action_log_probs
+from embodrl.models.common.sampling import action_log_probs, penalised
 from embodrl.models.planner.page import draw_tokens
 from embodrl.models.planner.vocabulary import CallTree
 from embodrl.types import SamplingParams
@@ -26,7 +26,7 @@ class RowWriting:
 
     Attributes:
         texts: the texts among which it has to be, as tokens with their end; empty where it is free.
-        sampling: temperature and top k.
+        sampling: temperature and top k, and what a client of a server asks for.
         noise: what ``draw_tokens`` draws its tokens with, ``float32[M,K]`` or ``[M]``; None takes the most probable.
         num_choices: K.
     """
@@ -56,6 +56,9 @@ def draw_next(logits: Tensor, rows: Sequence[tuple[RowWriting, Sequence[int]]]) 
     first = rows[0][0]
     choices = torch.stack([writing.choices(done) for writing, done in rows]).to(logits.device)
     kept = logits[:, : first.num_choices].masked_fill(~choices, -torch.inf)
+    written = [torch.tensor(list(done), dtype=torch.int64) for _, done in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(written, batch_first=True, padding_value=-1)
+    kept = penalised(kept, ids.clamp(min=0), ids >= 0, first.sampling)
     mine = [writing.noise[len(done)] for writing, done in rows if writing.noise is not None]
     drawn = draw_tokens(kept, first.sampling, torch.stack(mine).to(logits.device) if mine else None)
     found = action_log_probs(kept, drawn, first.sampling)

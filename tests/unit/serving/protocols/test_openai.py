@@ -108,7 +108,7 @@ def test_the_official_client_calls_tools_and_reads_errors(planner: VLAPolicy) ->
         assert again.usage.prompt_tokens == len(encode(Conversation.of(said, [GRASP])))
         for error, more in (
             (openai.BadRequestError, {"stream_options": {"include_usage": True}}),
-            (openai.BadRequestError, {"stop": ["x"]}),
+            (openai.BadRequestError, {"stop": ["x"] * 5}),
             (openai.NotFoundError, {"model": "gpt-4"}),
         ):
             with pytest.raises(error) as caught:
@@ -363,6 +363,125 @@ def test_free_text_is_sampled_by_seed_and_cut_at_the_limit(planner: VLAPolicy) -
     talk(planner, test)
 
 
+async def chunks_of(server: Served, **more: Any) -> list[list[Any]]:
+    """Return the choices of a stream, one list per index."""
+    found: dict[int, list[Any]] = {}
+    async for chunk in stream_of(server, **more):
+        for choice in chunk["choices"]:
+            found.setdefault(choice["index"], []).append(choice)
+    return [found[index] for index in sorted(found)]
+
+
+def said(chunks: list[Any]) -> str:
+    return "".join(chunk["delta"].get("content") or "" for chunk in chunks)
+
+
+def test_an_answer_has_several_choices(planner: VLAPolicy) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def test(server: Served, post: Post) -> None:
+        client = openai.AsyncOpenAI(base_url=server.urls["openai"] + "/v1", api_key=TOKEN, max_retries=0)
+        fixed = {**of(temperature=1, seed=5, max_tokens=20), "n": 3}
+        answer = await client.chat.completions.create(**fixed)
+        texts = [choice.message.content for choice in answer.choices]
+        assert [choice.index for choice in answer.choices] == [0, 1, 2] and len(set(texts)) == 3
+        one = await client.chat.completions.create(**{**fixed, "n": 1})
+        assert one.choices[0].message.content == texts[0]
+        assert answer.usage.prompt_tokens == one.usage.prompt_tokens
+        assert answer.usage.completion_tokens == 60
+        streamed: dict[int, str] = {}
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        async for chunk in await client.chat.completions.create(**fixed, **options):
+            for choice in chunk.choices:
+                streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
+        assert [streamed[index] for index in (0, 1, 2)] == texts and chunk.usage == answer.usage
+        assert len(await chunks_of(server, n=2, tools=[GRASP], tool_choice="required")) == 2
+        called = await client.chat.completions.create(**of(n=2, tools=[GRASP], tool_choice="required"))
+        assert len({choice.message.tool_calls[0].id for choice in called.choices}) == 2
+        await client.close()
+
+    talk(planner, test)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "before", "count"),
+    [
+        ("I look. Then I grasp.", ". ", "I look", 8),
+        ("I look. Then I grasp.", ["grasp", "Then"], "I look. ", 12),
+        ("abc", ["abc", "b"], "a", 2),  # "b" ends first
+        ("aüo", "ü", "a", 3),
+        ("ab", ["bc", "c"], "ab", 3),  # its end counts, too
+        ("stop", "stop", "", 4),
+    ],
+)
+def test_a_stop_sequence_ends_a_message(
+    planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch, text: str, stop: Any, before: str, count: int
+) -> None:
+    says(monkeypatch, planner, text)
+
+    async def test(server: Served, post: Post) -> None:
+        for tools in ({}, {"tools": [GRASP]}):
+            _, answer = await post(of(stop=stop, logprobs=True, **tools))
+            (choice,) = answer["choices"]
+            assert choice["message"]["content"] == before and choice["finish_reason"] == "stop"
+            assert len(choice["logprobs"]["content"]) == len(before.encode())
+            assert answer["usage"]["completion_tokens"] == count
+            (chunks,) = await chunks_of(server, stop=stop, logprobs=True, **tools)
+            assert said(chunks) == before and chunks[-1]["finish_reason"] == "stop"
+            tokens = [token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["content"]]
+            assert tokens == choice["logprobs"]["content"]
+        _, cut = await post(of(stop=stop, max_tokens=1))
+        assert cut["choices"][0]["finish_reason"] == ("stop" if count == 1 else "length")
+
+    talk(planner, test)
+
+
+def test_what_may_become_a_stop_sequence_is_not_sent(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = threading.Event()
+    says(monkeypatch, planner, "a STO STOP", hold)
+
+    async def test(server: Served, post: Post) -> None:
+        early: list[str] = []
+        texts: list[str] = []
+        async for chunk in stream_of(server, stop=" STOP"):
+            texts.append(chunk["choices"][0]["delta"].get("content") or "")
+            if not hold.is_set():
+                early.append(texts[-1])
+                if "".join(early) == "a STO":
+                    hold.set()
+        assert "".join(early) == "".join(texts) == "a STO"
+
+    talk(planner, test)
+
+
+def test_a_call_behind_a_stop_sequence_is_none(planner: VLAPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, planner, 'I look.<tool_call>{"name":"grasp","arguments":{}}</tool_call>')
+
+    async def test(server: Served, post: Post) -> None:
+        for stop, words in (("</tool_call>", 'I look.<tool_call>{"name":"grasp","arguments":{}}'), (".", "I look")):
+            message = (await post(of(stop=stop, tools=[GRASP])))[1]["choices"][0]["message"]
+            assert message["content"] == words and "tool_calls" not in message
+
+    talk(planner, test)
+
+
+def test_top_p_and_penalties_change_what_is_written(planner: VLAPolicy) -> None:
+    async def test(server: Served, post: Post) -> None:
+        async def written(**more: Any) -> list[int]:
+            found = (await post(of(max_tokens=60, logprobs=True, **more)))[1]["choices"][0]
+            assert all(token["logprob"] <= 0 for token in found["logprobs"]["content"])
+            return [byte for token in found["logprobs"]["content"] for byte in token["bytes"]]
+
+        greedy = await written(temperature=0)
+        assert await written(temperature=1, top_p=0, seed=1) == greedy  # the most probable token alone
+        assert await written(temperature=1, seed=1) != greedy
+        never_twice = await written(temperature=0, presence_penalty=2)
+        assert len(set(greedy)) < len(greedy) and len(set(never_twice)) == len(never_twice)
+        assert await written(temperature=0, frequency_penalty=2) == never_twice
+
+    talk(planner, test)
+
+
 def test_concurrent_requests_of_one_temperature_are_a_batch(planner: VLAPolicy) -> None:
     async def test(server: Served, post: Post) -> None:
         server.core.pause()
@@ -397,9 +516,20 @@ def test_concurrent_requests_of_one_temperature_are_a_batch(planner: VLAPolicy) 
         of(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}]}]),
         of(max_tokens=0),
         of(max_tokens=3, max_completion_tokens=4),
-        of(n=2),
+        of(n=0),
+        of(n=129),
+        of(n=True),
+        of(stop=""),
+        of(stop=[3]),
+        of(stop={}),
+        of(stop=["a", "b", "c", "d", "e"]),
+        of(stop="x" * 1025),
         of(seed=-1),
-        of(top_p=0.5),
+        of(top_p=1.5),
+        of(top_p="NaN"),
+        of(presence_penalty=-2.1),
+        of(frequency_penalty=True),
+        of(logit_bias={"65": 1}),
         of(reasoning_effort="low"),
         of(logprobs=1),
         of(stream=1),

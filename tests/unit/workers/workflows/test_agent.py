@@ -194,7 +194,8 @@ def test_each_episode_has_its_key_and_an_end(pool: EnvPool, engine: NativeRollou
         big = ({"reward": 1e300}, {"reward": -(10**400)}, {"reward": float("nan")})
         wrong = (*big, {"reward": "1"}, {"rewards": 1}, {"success": 1}, {"completion_id": "x"})
         assert {talk("/rewards", one)[0] for one in wrong} == {400}
-        for more in ({"temperature": 0.3}, {"seed": 3}, {"stream": "yes"}, {"messages": []}):
+        beyond = ({"n": 2}, {"stop": "."}, {"top_p": 0.5}, {"presence_penalty": 1}, {"frequency_penalty": 1})
+        for more in ({"temperature": 0.3}, {"seed": 3}, {"stream": "yes"}, {"messages": []}, *beyond):
             assert talk("/chat/completions", ASK | more)[1]["error"]["code"] == "chat-request"
         assert talk("/rewards", {"reward": 1.0, "done": True})[0] == 200
         status, found = talk("/chat/completions", ASK)
