@@ -367,6 +367,11 @@ class AlgorithmConfig(Section):
     positive_coef: Annotated[NonNegativeFloat, LOSS] = Field(
         default=0.0, description="weight of the negative log-likelihood of the actions of solved episodes (VAPO)"
     )
+    router_aux_loss_coef: NonNegativeFloat = Field(
+        default=0.0,
+        description="weight of the load-balancing loss of a mixture of experts (transformers' router_aux_loss_coef,"
+        " whose value in config.json is not read: 0.001 in Mixtral's); 0 for none",
+    )
     loss_agg: Literal["token_mean", "episode_mean", "fixed_length"] = Field(
         default="token_mean",
         description="token_mean weights all ratios equally, episode_mean all episodes; fixed_length divides sums over"
