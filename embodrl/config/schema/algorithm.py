@@ -350,8 +350,8 @@ class AlgorithmConfig(Section):
     )
     teacher: Annotated[PathText | None, AppliesIf("algorithm.kl.coef")] = Field(
         default=None,
-        description="directory of a policy of the same family and size that is the reference of algorithm.kl"
-        " (on-policy distillation); null: the initial policy of the run",
+        description="directory of a policy that is the reference of algorithm.kl (on-policy distillation), of any size,"
+        " and any family with the same inputs and actions; null: the initial policy of the run",
     )
     critic: Annotated[CriticConfig, CRITIC] = Field(default=CriticConfig(), description="critic")
     value_clip: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(

@@ -283,7 +283,7 @@ def test_experts_are_balanced_over_real_tokens(kind: str, recomputes: bool, tmp_
     found = policy.evaluate_actions(inputs, SAMPLING, compute_router_loss=True)
     plain = policy.evaluate_actions(inputs, SAMPLING)
     assert plain.router_loss is None and torch.equal(plain.logprobs, found.logprobs)
-    logits: list[list[torch.Tensor]] = [[], []]
+    logits: Any = [[], []]
     for row, length in enumerate(lengths):
         prompt = inputs["input_ids"][row][inputs["attention_mask"][row]]
         ids = torch.cat([prompt, inputs[TOKENS][row, : length - 1]])[None]
@@ -291,7 +291,8 @@ def test_experts_are_balanced_over_real_tokens(kind: str, recomputes: bool, tmp_
             logits[layer].append(part)
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    wanted: Any = load_balancing_loss_func(tuple(torch.cat(parts) for parts in logits), 4, 2)
+    joined: Any = tuple(torch.cat(parts) for parts in logits)
+    wanted: Any = load_balancing_loss_func(joined, 4, 2)
     assert found.router_loss is not None
     torch.testing.assert_close(found.router_loss, wanted, rtol=1e-5, atol=0)
     found.router_loss.backward()
