@@ -251,6 +251,8 @@ class ModelSpec(Spec):
             parity`, which knows the built-in families itself. It takes the fixture's directory and, with ``--device
             cuda``, ``device``.
         num_parameters: maps section ``model`` to the approximate parameter count of a model without a checkpoint.
+        experts: maps section ``model`` to the number of experts of a layer: 0 for none, None if its checkpoint is not
+            here. None: the family has no experts.
         missing_config: hint for a directory with weights but no config.json, if public tools write such directories.
         interface: maps a configuration with a checkpoint not written by embodrl to its known conventions; None: none.
         only_acts: location of its network, if that is remote: it has no gradients, and can only be evaluated.
@@ -276,6 +278,7 @@ class ModelSpec(Spec):
     builtin_warm_start: bool = False
     parity: str = ""
     num_parameters: Callable[[Any], int] | None = None
+    experts: Callable[[Any], int | None] | None = None
     missing_config: str = ""
     interface: Callable[[Any], Interface | None] | None = None
     only_acts: str = ""

@@ -208,12 +208,14 @@ class EvalOutput:
         entropy: shaped like ``logprobs``, in nats, or None.
         values: ``float32[B,1]`` or ``float32[B,C]``, or None.
         errors: ``float32[B,N,C,A]``, differences of N velocities of a flow policy from their targets, or None.
+        router_loss: ``float32[]``, load-balancing loss of a mixture of experts, without its weight, or None.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     values: Tensor | None
     errors: Tensor | None = None
+    router_loss: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
     env = config.env
     settings = config.env.model_dump(mode="json")
     return {
+        "model_type": config.model.model_type,
         "env_type": env.env_type,
         "env_id": settings.get("id"),
         "tasks": list(env.tasks),

@@ -134,6 +134,15 @@ def counts_of(minibatch: TrajectoryBatch, algorithm: AlgorithmConfig, device: to
     )
 
 
+def _with_router_loss(
+    loss: LossOutput, router_loss: Tensor, coef: float, micro: TrajectoryBatch, counts: LossCounts
+) -> LossOutput:
+    """Add ``coef`` times the load-balancing loss, a mean over micro-batches weighted by their written tokens."""
+    share = micro.drawn.sum() * micro.logprobs.shape[-1] / counts.tokens
+    term = router_loss * share
+    return LossOutput(loss.loss + coef * term, loss.metrics | {"router_aux_loss": term.detach()})
+
+
 def make_loss(
     evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, spec: FunctionSpec
 ) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
@@ -150,9 +159,11 @@ def make_loss(
     settings = loss_settings(algorithm, needs_values)
     names, _, takes_rest = parameters_of(loss_fn)
     reads_errors = "errors" in (spec.parameters or ())
+    router = algorithm.router_aux_loss_coef
+    wanted_terms = {"compute_values": needs_values} | ({"compute_router_loss": True} if router else {})
 
     def compute(counts: LossCounts, micro: TrajectoryBatch) -> LossOutput:
-        output = evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
+        output = evaluate(micro.forward_inputs, sampling, **wanted_terms)
         critic: dict[str, object] = {}
         if needs_values:
             if output.values is None:
@@ -183,6 +194,8 @@ def make_loss(
         arguments |= critic | settings
         wanted = {name: value for name, value in arguments.items() if takes_rest or name in names}
         loss = checked_loss(loss_fn(**wanted), spec.name)
+        if output.router_loss is not None:
+            loss = _with_router_loss(loss, output.router_loss, router, micro, counts)
         # Computed with this step's weights; only the first minibatch, before any step, is reported.
         mismatch = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | mismatch | (proximal.metrics if proximal else {}))

@@ -43,11 +43,13 @@ from embodrl.learners.objective import (
 )
 from embodrl.learners.update import Update
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.teacher import build_teacher, inputs_for
 from embodrl.names import import_function, label_of
 from embodrl.processes.liveness import report_work
 from embodrl.processes.trace import span
 from embodrl.specs import LOSSES, FunctionSpec
 from embodrl.types import EvalOutput, SamplingParams
+from embodrl.workers.policy import param_dtype
 
 UPDATE = f"{__name__}:OnPolicyUpdate"
 
@@ -72,6 +74,7 @@ class OnPolicyUpdate(Update):
         self._loss = LOSSES.entry(config.algorithm.loss_type)
         self._needs_values = self._loss.needs_values
         self._held: RowInputs | None = None
+        self._teacher: VLAPolicy | None = None
 
     @classmethod
     def rows_of_shares(cls, sharing: Sharing, method: str, args: Sequence[Any]) -> list[Tensor] | None:
@@ -253,11 +256,19 @@ class OnPolicyUpdate(Update):
     def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor:
         """Return ``float32[T,B,C,A]``: log-probs of the actions under the reference policy.
 
-        Chunks without a valid action get 0.
+        That is the engine's, or a teacher that is a network of its own. Chunks without a valid action get 0.
 
         Raises:
             EmbodrlError: the engine keeps no reference.
         """
+        if self.algorithm.teacher is not None and not self.engine.options.keep_reference:
+            if self._teacher is None:
+                self._teacher = build_teacher(self.config, self.engine.device, param_dtype(self.config))
+            teacher = self._teacher
+            return self.logprobs(
+                lambda inputs, *args, **wanted: teacher.evaluate_actions(inputs_for(teacher, inputs), *args, **wanted),
+                batch,
+            )
         with self.engine.reference_policy() as evaluate:
             return self.logprobs(evaluate, batch)
 

@@ -58,6 +58,7 @@ class VLAPolicy(nn.Module, ABC):
         writes_text: its chunks are messages: it defines ``text_of``.
         decodings: supported ways to choose actions; the first is used for the main figures.
         condition: advantage condition appended to every instruction at inference (``model.condition``).
+        reads_cameras: whether its input ``images`` has an axis for cameras.
         seen_state_dim: S of the states seen so far in this process; None before the first.
     """
 
@@ -68,6 +69,7 @@ class VLAPolicy(nn.Module, ABC):
     decodings: ClassVar[tuple[Decoding, ...]] = ("greedy", "sampled")
     condition: Condition | None = None
     seen_state_dim: int | None = None
+    reads_cameras: bool = True
 
     @property
     def action_horizon(self) -> int:

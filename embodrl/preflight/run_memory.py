@@ -17,6 +17,7 @@ from embodrl.deployment.topology import GIB
 from embodrl.hybrid_engines.figures import ModelFigures
 from embodrl.hybrid_engines.training.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.teacher import is_apart, teacher_num_bytes
 from embodrl.models.registry import build_policy
 from embodrl.names import import_object, workflow_agents
 from embodrl.preflight.memory import memory_limit_bytes
@@ -45,7 +46,7 @@ ESTIMATED_BY = {
     " and the blocks gathered at a time",
     "gradients": "counted: one for every trained parameter, in its dtype; for fsdp unsharded during accumulation",
     "optimizer": "counted: AdamW's two moments of every trained parameter; for parameters in bf16 also a float32 copy",
-    "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0",
+    "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0; or a whole teacher",
     "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
     "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
     " them",
@@ -351,17 +352,22 @@ def _actor_bytes(config: Config, deployment: Deployment, figures: ModelFigures) 
     actor = config.actor
     num_actors = len(deployment.of("actor"))
     reference = figures.trained if config.algorithm.kl.coef > 0 else 0
+    whole = 0  # of a teacher beside the policy, in every process
+    if is_apart(config):
+        dtype = torch.bfloat16 if actor.param_dtype == "bf16" else torch.float32
+        reference, whole = 0, teacher_num_bytes(config, dtype)
     if actor.training_backend == "native":
         return {
             "weights": training.weights,
             "gradients": training.gradients,
             "optimizer": training.optimizer,
-            "reference": reference,
+            "reference": reference + whole,
             "activations": training.activations,
         }
     estimate_process = ENGINES.entry(actor.training_backend).training_memory
     if estimate_process:
-        return import_object(estimate_process)(config, deployment, figures, reference)
+        parts = import_object(estimate_process)(config, deployment, figures, reference)
+        return parts | {"reference": parts["reference"] + whole}
     cut = num_actors * config.cluster.controllers
     layers = actor.tensor_parallel_size
     share = actor.global_batch_size // max(1, cut // layers)
@@ -371,7 +377,7 @@ def _actor_bytes(config: Config, deployment: Deployment, figures: ModelFigures) 
         "weights": training.weights // cut + figures.gathered // layers,
         "gradients": training.gradients // (layers if adds_up else cut),
         "optimizer": training.optimizer // cut,
-        "reference": reference // cut,
+        "reference": reference // cut + whole,
         "activations": training.activations,
     }
 

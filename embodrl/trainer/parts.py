@@ -116,8 +116,8 @@ def build(
     if config.runner.save_rollouts:
         rollouts = parts.rollouts
         rollouts.collector = SavingCollector(rollouts.collector, session.directory / ROLLOUTS_DIR)
-    if config.algorithm.teacher is not None and config.algorithm.kl.coef and session.checkpoint is None:
-        load_teacher(config, parts.policy, parts.engine)
+    if config.algorithm.teacher is not None and config.algorithm.kl.coef:
+        load_teacher(session, parts.policy, parts.engine)
     session.engine = parts.engine
     session.stop.arm()
     num_bytes = parts.engine.shapes().num_bytes

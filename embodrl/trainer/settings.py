@@ -43,7 +43,7 @@ FIXED = {
     r"model\.model_type": "its weights belong to another model",
     r"store\.url": "it has counted the episodes of that store",
     r"cluster\.controllers": "it contains the simulators and random numbers of each controller",
-    r"algorithm\.teacher": "it has the weights of that teacher",
+    r"algorithm\.teacher": "it has learned from that teacher",
 }
 """Patterns of settings that must match the checkpoint on resume, and the reasons."""
 

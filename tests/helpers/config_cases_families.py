@@ -526,6 +526,12 @@ FAMILIES += [
         more=("model.model_path",),
     ),
     Wrong(
+        "a router's loss without a router",
+        "algorithm.router_aux_loss_coef",
+        "routers-can-be-balanced",
+        ("algorithm.router_aux_loss_coef=0.001", *PLANNER, "model.num_action_chunks=1"),
+    ),
+    Wrong(
         "heads for which vLLM has no kernel",
         "model.planner.num_attention_heads",
         "vllm-has-kernels-for-its-heads",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from expect import raises_code
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import embodrl
 from embodrl.errors import CheckpointError, ConfigError
@@ -80,3 +80,40 @@ def test_a_teacher_of_another_kind_is_refused(teacher: Path, tmp_path: Path) -> 
         distil(tmp_path / "run", teacher, 1, "model.num_action_chunks=2")
     with raises_code("teacher-differs", CheckpointError):
         distil(tmp_path / "run", teacher, 1, "model.trainable=head")
+
+
+def test_a_teacher_of_another_size_teaches_alike(teacher: Path, tmp_path: Path) -> None:
+    """The KL is that of both networks, it falls, and no copy of the policy is kept."""
+    small = ("model.gaussian.hidden_sizes=[24]", "actor.optim.lr=1e-2")
+    rows = distil(tmp_path / "run", teacher, 12, *small)
+    divergences = [row["train/ref_kl"] for row in rows]
+    assert divergences[-1] < divergences[0] / 2, divergences
+    run = tmp_path / "run"
+    assert not (run / "checkpoints" / "step_12" / "reference.safetensors").exists()
+    assert weights(run / "policy").keys() != weights(teacher).keys()
+
+
+def test_a_resumed_run_reads_the_same_teacher(teacher: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(teacher, copied)
+    small = "model.gaussian.hidden_sizes=[24]"
+    distil(tmp_path / "whole", copied, 2, small)
+    distil(tmp_path / "halves", copied, 1, small)
+    assert resume(tmp_path / "halves", ["runner.max_iterations=2"]) == 0
+    mine, theirs = (weights(tmp_path / name / "policy") for name in ("halves", "whole"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    stored = load_file(copied / "model.safetensors")
+    save_file({name: value + 1 for name, value in stored.items()}, copied / "model.safetensors")
+    for name in ("checksums.json", "SHA256SUMS"):
+        (copied / name).unlink(missing_ok=True)
+    with raises_code("teacher-changed", CheckpointError):
+        resume(tmp_path / "halves", ["runner.max_iterations=3"])
+
+
+def test_a_state_teaches_pictures(teacher: Path, tmp_path: Path) -> None:
+    """An MLP teaches a CNN, whose inputs have the state, too; another room for the state is refused."""
+    cnn = ("model=cnn", "model.gaussian.image_size=16", "model.gaussian.channels=[4,4]", "model.gaussian.feature_dim=8")
+    rows = distil(tmp_path / "run", teacher, 1, *cnn)
+    assert rows[0]["train/ref_kl"] > 0 and rows[0]["train/num_updates"]
+    with raises_code("teacher-differs", CheckpointError, "input"):
+        distil(tmp_path / "other", teacher, 1, "model.gaussian.max_state_dim=40")

@@ -338,6 +338,7 @@ def test_a_public_language_model_trains_and_is_exported(tmp_path: Path) -> None:
     public = write_language_model(tmp_path / "public", "qwen3_moe", max_position_embeddings=1024)
     size = ("env.train.total_num_envs=8", "algorithm.group_size=4", "env.num_processes=2", "env.pin_cpus=false")
     size += ("env.eval.num_episodes=4", "runner.max_iterations=1", "actor.precision=fp32", f"model.model_path={public}")
+    size += ("algorithm.router_aux_loss_coef=0.01",)
     run_dir = tmp_path / "run"
     order = ("--config", example / "config.yaml", f"runner.output_dir={run_dir}", *size)
     done = embodrl("train", *order, search_path=example)
@@ -345,6 +346,8 @@ def test_a_public_language_model_trains_and_is_exported(tmp_path: Path) -> None:
     rows = metrics(run_dir)
     assert rows[1]["train/num_updates"] and rows[1]["workflow/failed_episodes"] == 0 and rows[1]["train/grad_norm"]
     assert abs(rows[1]["train/first_minibatch_kl"]) < 1e-6  # type: ignore[operator]
+    # Four experts, two per token: 2 if all are chosen equally often, 4 if always the same two, with certainty.
+    assert 1 < rows[1]["train/router_aux_loss"] <= 4  # type: ignore[operator]
     done = embodrl("export", run_dir, tmp_path / "policy")
     assert done.code == 0, done.stderr
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (public, tmp_path / "policy"))

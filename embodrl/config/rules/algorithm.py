@@ -91,6 +91,20 @@ def critic_learns(context: Context) -> Iterator[Finding]:
         yield Finding("actor.optim.critic_warmup_iterations", message, hint, "0", others=("algorithm.loss_type",))
 
 
+@rule("algorithm.router_aux_loss_coef", "algorithm.loss_type", "model")
+def routers_can_be_balanced(context: Context) -> Iterator[Finding]:
+    """The load-balancing loss is of a mixture of experts that learns from rollouts."""
+    key, family = "algorithm.router_aux_loss_coef", context.family
+    if not context.config.algorithm.router_aux_loss_coef or family is None:
+        return
+    if context.loss.learns_from_records:
+        message = f"has no effect: loss_type '{context.config.algorithm.loss_type}' does not read it"
+        yield Finding(key, message, "set it to 0", "0", others=("algorithm.loss_type",))
+    elif family.experts is None or family.experts(context.config.model) == 0:
+        message = f"has no effect: this {family.name} is no mixture of experts, and has no router"
+        yield Finding(key, message, "set it to 0", "0", others=("model.model_type",))
+
+
 @rule("algorithm.critic.kind", "rollout.backend", "actor.training_backend")
 def critic_network_has_its_engines(context: Context) -> Iterator[Finding]:
     """A critic of its own acts and trains where the policy's own modules do."""

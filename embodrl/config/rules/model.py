@@ -79,7 +79,7 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
 
 @rule("model.model_type", "model.model_path", "model.warm_start", "algorithm.teacher")
 def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
-    """The config.json of the policy, and of its teacher, belongs to the chosen family."""
+    """The config.json of the policy belongs to the chosen family, and its teacher's to one with the same actions."""
     model = context.config.model
     own = ("warm_start", model.warm_start) if model.model_path is None else ("model_path", model.model_path)
     yield from _of_the_family(context, f"model.{own[0]}", own[1])
@@ -99,9 +99,11 @@ def _of_the_family(context: Context, key: str, path: str | None) -> Iterator[Fin
     except EmbodrlError as error:
         yield Finding(key, error.message, hint, others=others)
         return
+    found = families_of(raw)
     if not raw or family.recognizes(raw):  # an empty one says nothing; readers of its sizes refuse it
         return
-    found = families_of(raw)
+    if key == "algorithm.teacher" and family.kind and any(MODELS.entry(name).kind == family.kind for name in found):
+        return
     kind = next((text for name in ("model_type", "type") if isinstance(text := raw.get(name), str)), "")
     if found:
         are = " or ".join(found)
@@ -151,7 +153,7 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
 
 @rule(
     *("algorithm.teacher", "algorithm.kl", "algorithm.adv_type", "algorithm.by_task"),
-    *("model.num_action_chunks", "model.trainable"),
+    "model.num_action_chunks",
 )
 def teacher_exists(context: Context) -> Iterator[Finding]:
     """A teacher is a directory with a policy; without advantages there is one to learn from."""
@@ -166,10 +168,6 @@ def teacher_exists(context: Context) -> Iterator[Finding]:
     if zero and algorithm.kl.placement == "reward":
         message = "adv_type 'zero' reads no rewards, so a KL that is subtracted from them teaches nothing"
         yield Finding("algorithm.kl.placement", message, "set it to loss", "loss", others=(zero,))
-    if algorithm.teacher is not None and context.config.model.trainable == "lora":
-        message = "policies are written with merged adapters: a teacher shares no base weights with the policy"
-        hint = "set model.trainable=all, or leave the teacher out"
-        yield Finding("model.trainable", message, hint, "all, head", others=(key,))
     if algorithm.teacher in (None, *context.made_before) or context.resuming:
         return
     for message, better in _no_policy(key, algorithm.teacher):

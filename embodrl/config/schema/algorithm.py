@@ -350,8 +350,8 @@ class AlgorithmConfig(Section):
     )
     teacher: Annotated[PathText | None, AppliesIf("algorithm.kl.coef")] = Field(
         default=None,
-        description="directory of a policy of the same family and size that is the reference of algorithm.kl"
-        " (on-policy distillation); null: the initial policy of the run",
+        description="directory of a policy that is the reference of algorithm.kl (on-policy distillation), of any size,"
+        " and any family with the same inputs and actions; null: the initial policy of the run",
     )
     critic: Annotated[CriticConfig, CRITIC] = Field(default=CriticConfig(), description="critic")
     value_clip: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
@@ -366,6 +366,11 @@ class AlgorithmConfig(Section):
     entropy_bonus: Annotated[NonNegativeFloat, LOSS] = Field(default=0.0, description="weight of the entropy bonus")
     positive_coef: Annotated[NonNegativeFloat, LOSS] = Field(
         default=0.0, description="weight of the negative log-likelihood of the actions of solved episodes (VAPO)"
+    )
+    router_aux_loss_coef: NonNegativeFloat = Field(
+        default=0.0,
+        description="weight of the load-balancing loss of a mixture of experts (transformers' router_aux_loss_coef,"
+        " whose value in config.json is not read: 0.001 in Mixtral's); 0 for none",
     )
     loss_agg: Literal["token_mean", "episode_mean", "fixed_length"] = Field(
         default="token_mean",

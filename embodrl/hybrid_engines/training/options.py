@@ -19,6 +19,7 @@ class EngineOptions:
             ``micro_batch_size``.
         total_iterations: length of the run, for the learning-rate schedule.
         keep_reference: keep the initial trained weights, which a teacher's may replace; each process keeps its part.
+            False for a teacher that is a network of its own.
         may_be_stale: rollouts may come from older policies; every update then reports their age.
     """
 
@@ -30,6 +31,8 @@ class EngineOptions:
     @classmethod
     def of(cls, config: Config) -> EngineOptions:
         """Return the options of a run."""
-        kept = config.algorithm.kl.coef > 0
+        from embodrl.models.common.teacher import is_apart  # models are only built where there is a teacher
+
+        kept = config.algorithm.kl.coef > 0 and not is_apart(config)
         stale = config.runner.max_staleness > 0
         return cls(config.actor, config.runner.max_iterations, kept, stale)

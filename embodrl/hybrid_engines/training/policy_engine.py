@@ -118,10 +118,10 @@ class PolicyTrainEngine(TrainEngine):
             else:
                 output = policy.evaluate_actions(forward_inputs, sampling, **wanted | {"compute_values": False})
                 output = critic.evaluate(output, forward_inputs, wanted.get("compute_values", True))
-            return output.logprobs, output.entropy, output.values, output.errors
+            return output.logprobs, output.entropy, output.values, output.errors, output.router_loss
 
-        logprobs, entropy, values, errors = self.run(compute)
-        return EvalOutput(cast(Tensor, logprobs), entropy, values, errors)
+        logprobs, *others = self.run(compute)
+        return EvalOutput(cast(Tensor, logprobs), *others)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

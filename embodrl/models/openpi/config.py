@@ -54,8 +54,23 @@ RELATIVE = {LIBERO: 6, "physical-intelligence/behavior": 6}
 """Leading action dimensions that openpi's or RLinf's configurations make pi0 predict relative to the state."""
 KNOWN_DATASETS = STATELESS | RELATIVE.keys() | {"droid"}
 """Datasets for which it is known whether actions are relative."""
-JOINTS_OF_TWO_ARMS = frozenset({"trossen", "trossen_mobile", "physical-intelligence/robotwin"})
-"""Two-arm robots (besides ALOHA by name): joints are relative to the state; for ALOHA also in openpi's own units."""
+ROBOTWIN = "physical-intelligence/robotwin"
+TWO_ARMS = (13, (6,))
+"""Relative dimensions of two arms of six joints and a gripper each, and the gripper among them: DeltaActions with
+``make_bool_mask(6, -1, 6, -1)``."""
+
+
+def two_arms_of(key: str) -> tuple[int, tuple[int, ...], bool] | None:
+    """Return relative and absolute dimensions, and whether units are ALOHA's, of a data set of two arms by its name.
+
+    As openpi's LeRobotAlohaDataConfig has them by default, its configuration for a simulated ALOHA (absolute joints),
+    and RLinf's for RoboTwin (no ALOHA). None: another robot.
+    """
+    if key == ROBOTWIN:
+        return *TWO_ARMS, False
+    if "aloha_sim" in key.lower():
+        return 0, (), True
+    return (*TWO_ARMS, True) if key == "trossen" or "aloha" in key.lower() else None
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,8 @@ class PiConfig:
             openpi.
         dark_bars: pad non-square images with -3, as in lerobot before 0.5, instead of black (-1).
         relative_dims: number of leading action dimensions relative to the state.
+        absolute_dims: those among them that are absolute.
+        aloha_units: whether states and actions are ALOHA's, which the model has in openpi's units (``aloha``).
         normalization: use of statistics.
         antialias: resize images with antialiasing, as in openpi; not in lerobot.
         raw_instruction: keep underscores and line feeds of instructions, as in lerobot's pi0; never in pi0.5.
@@ -108,6 +125,8 @@ class PiConfig:
     padded_state_in_prompt: bool = False
     dark_bars: bool = False
     relative_dims: int = 0
+    absolute_dims: tuple[int, ...] = ()
+    aloha_units: bool = False
     normalization: Normalization = BY_DEVIATION
     antialias: bool = True
     raw_instruction: bool = False
@@ -130,6 +149,8 @@ class PiConfig:
 
     def with_data_set(self, key: str) -> PiConfig:
         """Return the configuration with the known conventions of a public checkpoint's dataset."""
+        if (arms := two_arms_of(key)) is not None:
+            return replace(self, relative_dims=arms[0], absolute_dims=arms[1], aloha_units=arms[2])
         if self.variant == "pi05":
             return replace(self, discrete_state=False) if key in STATELESS else self
         return replace(self, relative_dims=RELATIVE.get(key, 0))
@@ -183,6 +204,8 @@ class PiConfig:
             padded_state_in_prompt=bool(arch.padded_state_in_prompt) and variant == "pi05",
             dark_bars=bool(arch.dark_bars),
             relative_dims=arch.relative_dims or 0,
+            absolute_dims=arch.absolute_dims or (),
+            aloha_units=bool(arch.aloha_units),
             normalization=PUBLIC[variant].normalization,
             antialias=arch.antialias is not False,
         )
@@ -205,8 +228,10 @@ def from_embodrl(own: Fields, variant: Variant) -> PiConfig:
         own.refuse("'head_dim' and the width of 'expert' must be even")
     if replace(config.expert, width=config.vlm.width, mlp_dim=config.vlm.mlp_dim) != config.vlm:
         own.refuse("'vlm' and 'expert' differ in more than width and mlp_dim")
+    absolute = [] if "absolute_dims" not in own else own.numbers("absolute_dims", low=0, high=4095)
     return replace(
         config,
+        absolute_dims=tuple(int(dim) for dim in absolute),
         siglip=read_vit(config.siglip, own.fields("siglip")),
         normalization=Normalization(
             method(stated, "state"), method(stated, "actions"), stated.number("eps", OPENPI_EPS, low=0.0, high=1.0)

@@ -11,7 +11,7 @@ from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.checkpoint import stored_shapes, weight_files
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.openpi.config import JOINTS_OF_TWO_ARMS, KNOWN_DATASETS, STATELESS, PiConfig
+from embodrl.models.openpi.config import KNOWN_DATASETS, STATELESS, PiConfig, two_arms_of
 from embodrl.models.openpi.settings import PiArchitectureConfig
 from embodrl.models.openpi.stats import LEROBOT_FILE, lerobot_steps
 from embodrl.models.openpi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
@@ -44,22 +44,28 @@ def with_conventions(
         own_statistics: whether statistics are the user's, of unconverted actions.
 
     Raises:
-        CheckpointError: the dataset's actions would need an unsupported conversion.
+        CheckpointError: nothing says what the actions of two arms mean (``pi-joints``).
     """
     origins: dict[str, str] = {}
     if OWN_SECTION not in fields:
-        if key in JOINTS_OF_TWO_ARMS or "aloha" in key.lower():
+        if key == "trossen_mobile" and settings.relative_dims is None:
             raise CheckpointError(
-                f"{directory}: actions of '{key}' are joints of two arms, relative to the state (adapt_to_pi and"
-                " DeltaActions), which are not converted",
-                "choose statistics of another robot with model.unnorm_key, or another checkpoint",
+                f"{directory}: no published configuration says which joints of '{key}' are relative to the state",
+                "set model.pi.relative_dims, absolute_dims and aloha_units as its TrainConfig, or choose other"
+                " statistics with model.unnorm_key",
                 code="pi-joints",
             )
         config = config.with_data_set(key)
     known = OWN_SECTION in fields or "type" in fields or key in KNOWN_DATASETS or own_statistics
-    config, origin = _with_relative_dims(config, settings.relative_dims, key, known, directory)
+    config, origin = _with_relative_dims(config, settings, key, known or two_arms_of(key) is not None, directory)
     if origin:
-        origins["action dimensions relative to the state"] = f"{config.relative_dims} ({origin})"
+        but = f" but {', '.join(map(str, config.absolute_dims))}" if config.absolute_dims else ""
+        origins["action dimensions relative to the state"] = f"{config.relative_dims}{but} ({origin})"
+    if settings.aloha_units is not None:
+        config = replace(config, aloha_units=settings.aloha_units)
+    if config.aloha_units:
+        said = f"dataset {key}" if settings.aloha_units is None else f"{_SETTING}aloha_units"
+        origins["states and actions"] = f"ALOHA's, converted to openpi's ({said})"
     layout = "lerobot" if OWN_SECTION not in fields else CONFIG_FILE
     if settings.antialias is not None:
         config = replace(config, antialias=settings.antialias)
@@ -77,11 +83,16 @@ def with_conventions(
 
 
 def _with_relative_dims(
-    config: PiConfig, setting: int | None, key: str, known: bool, directory: Path
+    config: PiConfig, settings: PiArchitectureConfig, key: str, known: bool, directory: Path
 ) -> tuple[PiConfig, str]:
     """Apply openpi's DeltaActions, a choice of its training configuration that no checkpoint file records."""
-    if setting is not None:
-        return replace(config, relative_dims=setting), f"{_SETTING}relative_dims"
+    if settings.relative_dims is not None:
+        of_data = tuple(dim for dim in config.absolute_dims if dim < settings.relative_dims)
+        config = replace(config, relative_dims=settings.relative_dims, absolute_dims=of_data)
+    if settings.absolute_dims is not None:
+        config = replace(config, absolute_dims=settings.absolute_dims)
+    if settings.relative_dims is not None:
+        return config, f"{_SETTING}relative_dims"
     if known:
         return config, f"dataset {key}" if config.relative_dims else ""
     logger.warning(

@@ -15,6 +15,7 @@ from torch import Tensor
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.images import picture_box, resize_with_pad
 from embodrl.models.common.limits import check_cameras, check_prompt
+from embodrl.models.openpi.aloha import NUM_DIMS, state_to_pi
 from embodrl.models.openpi.config import PiConfig
 from embodrl.models.openpi.stats import Scaling, cut
 from embodrl.models.openpi.tokenizer import TextTokenizer, with_line_feed
@@ -106,9 +107,26 @@ class PiProcessor:
                 "set env.include_state=true, or model.pi.discrete_state=false if it was trained without",
                 code="pi-state-missing",
             )
+        units = self.in_units(state)
         if self.state is None or dims == 0:
+            return units
+        return cut(self.state, dims, "the statistics of states", "the environment's state").normalize(units)
+
+    def in_units(self, state: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Return a state ``[B,S]`` in the units of the model's statistics.
+
+        Raises:
+            EmbodrlError: it has too few numbers for ALOHA's (``state-size``).
+        """
+        if not self.config.aloha_units or state.shape[1] == 0:
             return state.astype(np.float64)
-        return cut(self.state, dims, "the statistics of states", "the environment's state").normalize(state)
+        if state.shape[1] < NUM_DIMS:
+            raise EmbodrlError(
+                f"the state has {state.shape[1]} numbers, fewer than the {NUM_DIMS} of ALOHA's two arms",
+                "give joints and gripper of both, or set model.pi.aloha_units=false if there is no checkpoint",
+                code="state-size",
+            )
+        return state_to_pi(state)
 
     def prompt(self, instruction: str, state: NDArray[np.float64]) -> list[int]:
         """Return the ids of the prompt for an instruction and a normalised ``state [S]``.

@@ -46,6 +46,16 @@ class PiArchitectureConfig(Section):
         description="leading action dimensions that a checkpoint in openpi's layout predicts relative to the state"
         " (its DeltaActions); null: by the name of the dataset",
     )
+    absolute_dims: tuple[NonNegativeInt, ...] | None = Field(
+        default=None,
+        description="dimensions among these that are absolute, such as a gripper between the joints of two arms:"
+        " openpi's make_bool_mask(6, -1, 6, -1) is relative_dims=13 with [6]; null: by the name of the dataset",
+    )
+    aloha_units: bool | None = Field(
+        default=None,
+        description="states and actions are ALOHA's, and converted to openpi's (its adapt_to_pi): 14 numbers of two"
+        " arms; null: by the name of the dataset",
+    )
     antialias: bool | None = Field(
         default=None,
         description="resize a checkpoint's images with antialiasing; null: yes for openpi, no for lerobot",

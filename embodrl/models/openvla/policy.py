@@ -22,6 +22,8 @@ class OpenVLAPolicy(TokenPolicy):
     ``preprocess`` returns ``images uint8[B,H,W,3]``, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
     """
 
+    reads_cameras = False
+
     def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
         llama = self.model.config.llama
         width = llama.num_key_value_heads * (llama.hidden_size // llama.num_attention_heads)

@@ -16,6 +16,7 @@ from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.flow.noise_head import build_noise_head
 from embodrl.models.load_report import LoadReport
+from embodrl.models.openpi.aloha import NUM_DIMS
 from embodrl.models.openpi.config import Normalization, PiConfig, Variant
 from embodrl.models.openpi.conventions import with_conventions
 from embodrl.models.openpi.processing import PiProcessor
@@ -80,10 +81,11 @@ def build_pi(
         aliases, ignore = _names(model_config, files, directory)
         if report.adapters is not None:
             report.adapters.rename(lambda names: aliases_and_ignored([*names, EMBEDDING]))  # lm_head is not used
-    if config.stats_path is not None and model_config.relative_dims:
+    _check_arms(model_config, config.action_dim)
+    if config.stats_path is not None and (model_config.relative_dims or model_config.aloha_units):
         raise CheckpointError(
-            f"{report.source} acts relative to the first {model_config.relative_dims} dimensions of the state, but the"
-            f" statistics of {config.stats_path} are of absolute actions",
+            f"{report.source} acts relative to the state, or in openpi's units, but the statistics of"
+            f" {config.stats_path} are of absolute actions in the environment's",
             "use the checkpoint's statistics (sft.stats=checkpoint, model.stats_path=null), or another checkpoint",
             code="statistics-relative",
         )
@@ -114,6 +116,22 @@ def build_pi(
         build_noise_head(config, feature_dim, model_config.max_action_dim, directory, report, device, generator),
     )
     return policy, report
+
+
+def _check_arms(config: PiConfig, action_dim: int) -> None:
+    """Refuse dimensions that an action lacks, or that are absolute anyway."""
+    last = min(config.relative_dims, action_dim)
+    problem = ""
+    if wrong := [dim for dim in config.absolute_dims if dim >= last]:
+        problem = f"dimension {wrong[0]} is absolute anyway: {last} are relative to the state"
+    elif config.aloha_units and action_dim < NUM_DIMS:
+        problem = f"ALOHA's actions have {NUM_DIMS} numbers, not {action_dim}"
+    if problem:
+        raise CheckpointError(
+            problem,
+            "set model.pi.absolute_dims, model.pi.aloha_units and model.action_dim as the policy was trained",
+            code="pi-joints",
+        )
 
 
 def _read(directory: Path, variant: Variant, config: PiModelConfig, report: LoadReport) -> tuple[PiConfig, PiStats]:

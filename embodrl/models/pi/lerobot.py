@@ -62,6 +62,7 @@ def _check(policy: Policy) -> None:
     config = policy.model.config
     problems = {
         f"its actions are relative to {config.relative_dims} dimensions of the state": config.relative_dims,
+        "its states and actions are converted from ALOHA's": config.aloha_units,
         "its prompt has no state": config.adaptive_norm and not config.discrete_state,
         "its prompt includes the state's padding": config.discrete_state and config.padded_state_in_prompt,
         "the bars of its padded images are not black": config.dark_bars,

@@ -24,6 +24,7 @@ from embodrl.models.flow.expert_policy import ExpertPolicy
 from embodrl.models.flow.flow import NoiseHead, accumulated_times
 from embodrl.models.flow.flow_spec import FlowModelConfig
 from embodrl.models.flow.noise_head import save_noise_head
+from embodrl.models.openpi.aloha import actions_from_pi, actions_to_pi
 from embodrl.models.openpi.config import PUBLIC, Variant
 from embodrl.models.openpi.processing import PiProcessor
 from embodrl.models.openpi.stats import ASSETS, STATS_FILE, PiStats
@@ -78,12 +79,14 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         return masked_mean(self.model.prefix_hidden(context), context.prefix_mask)
 
     def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
-        """Subtract the state from relative actions."""
-        return actions - self._offset(actions, observation)
+        """Subtract the state from relative actions, in openpi's units."""
+        units = actions_to_pi(actions) if self.model.config.aloha_units else actions
+        return units - self._offset(actions, observation)
 
     def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
         """Add the state to relative actions."""
-        return actions + self._offset(actions, observation)
+        units = actions + self._offset(actions, observation)
+        return actions_from_pi(units) if self.model.config.aloha_units else units
 
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
         return save_lerobot(self, self.public_state(), self.robot_stats, directory, cameras)
@@ -138,7 +141,8 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
                 "set env.include_state=true, with a state as the checkpoint was trained on",
                 code="state-size",
             )
-        offset[:, 0, :dims] = observation.state[:, :dims]
+        offset[:, 0, :dims] = self.processor.in_units(observation.state)[:, :dims]
+        offset[:, 0, list(self.model.config.absolute_dims)] = 0.0
         return offset
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodrl.errors import EmbodrlError
 from embodrl.models.common.merging import linear_weight
 
 Reader = Callable[[Tensor, Tensor], Tensor]
@@ -47,6 +48,18 @@ class Network(ABC):
     @abstractmethod
     def states(self, ids: Tensor, mask: Tensor, first: int) -> Tensor:
         """Return the hidden states ``[B,S-first,D]`` of tokens ``first`` onwards."""
+
+    def balanced_states(self, ids: Tensor, mask: Tensor, first: int, read: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``states``, and the load-balancing loss of the routers over the tokens ``read bool[B,S]``.
+
+        Raises:
+            EmbodrlError: no layer has several experts (``router-missing``).
+        """
+        raise EmbodrlError(
+            "the language model has no experts whose load a loss could balance",
+            "set algorithm.router_aux_loss_coef=0, or choose a mixture of experts",
+            code="router-missing",
+        )
 
     @abstractmethod
     def recompute(self) -> None:

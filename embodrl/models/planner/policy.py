@@ -195,8 +195,12 @@ class PlannerPolicy(VLAPolicy):
         sampling: SamplingParams,
         compute_entropy: bool = True,
         compute_values: bool = True,
+        compute_router_loss: bool = False,
     ) -> EvalOutput:
-        """Return log-probs and entropy ``float32[B,M,1]``, 0 where nothing was written, and values, in one pass."""
+        """Return log-probs and entropy ``float32[B,M,1]``, 0 where nothing was written, and values, in one pass.
+
+        ``router_loss`` is over the tokens that are read: prompts, and what was written but its last token.
+        """
         mask = forward_inputs[TOKEN_MASK]
         count = int(mask.sum(dim=1).max())
         first = self._first(forward_inputs)
@@ -204,12 +208,18 @@ class PlannerPolicy(VLAPolicy):
         ids = torch.cat([forward_inputs["input_ids"][:, first:], tokens[:, :-1]], dim=1)
         seen = F.pad(forward_inputs["attention_mask"][:, first:], (0, count - 1), value=True)
         # From the last token of the prompt on, which the first written one follows.
-        hidden = self.network.states(ids, seen, ids.shape[1] - count)
+        router_loss = None
+        if compute_router_loss:
+            read = torch.cat([forward_inputs["attention_mask"][:, first:], mask[:, 1:count]], dim=1)
+            hidden, router_loss = self.network.balanced_states(ids, seen, ids.shape[1] - count, read)
+        else:
+            hidden = self.network.states(ids, seen, ids.shape[1] - count)
         logits = self._logits(hidden, unpack(forward_inputs[ALLOWED][:, :count], self.vocabulary.size))
         index = tokens.clamp(max=self.vocabulary.size - 1)  # what follows the end is not written, and not counted
         logprobs = _padded(action_log_probs(logits, index, sampling), mask)
         entropy = _padded(action_entropy(logits, index, sampling), mask) if compute_entropy else None
-        return EvalOutput(logprobs, entropy, self._values(hidden[:, 0]) if compute_values else None)
+        values = self._values(hidden[:, 0]) if compute_values else None
+        return EvalOutput(logprobs, entropy, values, router_loss=router_loss)
 
     def text_of(self, forward_inputs: Mapping[str, Tensor]) -> list[WrittenText]:
         lengths = forward_inputs[TOKEN_MASK].sum(dim=1).tolist()

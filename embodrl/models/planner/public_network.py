@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,7 +24,7 @@ from embodrl.models.common.llama import causal_mask, token_positions
 from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.load_report import LoadReport
 from embodrl.models.planner.network import Network, Reader
-from embodrl.models.planner.spec import EXPERTS_PER_TOKEN, FAMILY, PUBLIC
+from embodrl.models.planner.spec import EXPERTS_PER_TOKEN, FAMILY, PUBLIC, num_experts
 from embodrl.storage.integrity import check_checksums
 
 if TYPE_CHECKING:
@@ -49,9 +50,18 @@ class CausalNetwork(Network):
         return _CachedReader(self.model.model).read
 
     def states(self, ids: Tensor, mask: Tensor, first: int) -> Tensor:
-        inner = self.model.model
+        return self._pass(ids, mask).last_hidden_state[:, first:]
+
+    def balanced_states(self, ids: Tensor, mask: Tensor, first: int, read: Tensor) -> tuple[Tensor, Tensor]:
+        if not num_experts(self.model.config.to_dict()):
+            return super().balanced_states(ids, mask, first, read)
+        found = self._pass(ids, mask, output_router_logits=True)
+        loss = load_balancing_loss(found.router_logits, read, self.model.config.num_experts_per_tok)
+        return found.last_hidden_state[:, first:], loss
+
+    def _pass(self, ids: Tensor, mask: Tensor, **wanted: bool) -> Any:
         seen = {"attention_mask": causal_mask(mask), "position_ids": token_positions(mask)}
-        return inner(input_ids=ids, **seen, use_cache=False).last_hidden_state[:, first:]
+        return self.model.model(input_ids=ids, **seen, use_cache=False, **wanted)
 
     def recompute(self) -> None:
         from embodrl.models.flow.recompute import recompute_layers
@@ -77,6 +87,24 @@ class CausalNetwork(Network):
         self.model.config.save_pretrained(directory)
 
 
+def load_balancing_loss(logits: Sequence[Tensor], read: Tensor, per_token: int) -> Tensor:
+    """Return the load-balancing loss (scalar) of E experts: ``E * sum_e f_e P_e``.
+
+    Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), as ``load_balancing_loss_func`` of
+    transformers has it: f_e is the number of choices of expert e per token, P_e its mean probability, both over the
+    tokens of all layers together. Experts that are chosen equally often give ``per_token``.
+
+    Args:
+        logits: a layer's router logits ``[B*S,E]`` each.
+        read: ``bool[B,S]``, the tokens that count.
+        per_token: experts that a router chooses for a token.
+    """
+    rows = read.flatten()
+    probs = torch.cat([layer.float()[rows] for layer in logits]).softmax(dim=-1)
+    chosen = torch.zeros_like(probs).scatter_(1, probs.topk(per_token, dim=-1).indices, 1.0)
+    return probs.shape[1] * (chosen.mean(dim=0) * probs.mean(dim=0)).sum()
+
+
 class _CachedReader:
     """Reads a batch piece by piece, with the keys and values of earlier pieces."""
 
@@ -94,7 +122,22 @@ class _CachedReader:
         seen = causal_mask(self._mask)[:, :, -length:]
         places = token_positions(self._mask)[:, -length:]
         cached = {"past_key_values": self._cache, "use_cache": True}
-        return self._model(input_ids=ids, attention_mask=seen, position_ids=places, **cached).last_hidden_state[:, -1]
+        with _no_recomputation(self._model.layers):
+            found = self._model(input_ids=ids, attention_mask=seen, position_ids=places, **cached)
+        return found.last_hidden_state[:, -1]
+
+
+@contextmanager
+def _no_recomputation(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let layers keep keys and values, which transformers denies those whose activations are recomputed."""
+    recomputed = [layer for layer in layers if layer.training]
+    for layer in recomputed:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in recomputed:
+            layer.training = True
 
 
 def read_config(directory: Path, length: int) -> PreTrainedConfig:
@@ -235,7 +278,5 @@ def _check_loaded(directory: Path, model: nn.Module, found: Mapping[str, Any]) -
 
 
 def _describe(model: Any, report: LoadReport) -> None:
-    config = cast(Any, model.config)
-    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if count:
-        report.conventions["experts"] = f"{count}; the router learns from the loss alone, no balancing loss is added"
+    if count := num_experts(cast(Any, model.config).to_dict()):
+        report.conventions["experts"] = f"{count}; algorithm.router_aux_loss_coef weights a load-balancing loss"

@@ -116,6 +116,9 @@ class PublicVocabulary(Vocabulary):
     def speller(self) -> Speller:
         return _Speller(self._text).add
 
+    def meaning(self) -> tuple[object, ...]:
+        return *super().meaning(), self._tokenizer.get_vocab()
+
     def save(self, directory: Path) -> None:
         self._tokenizer.save_pretrained(directory)
         if self._generation:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, divisors
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
-from embodrl.models.common.config_file import own_section
+from embodrl.errors import EmbodrlError
+from embodrl.models.common.config_file import CONFIG_FILE, own_section, read_file
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
@@ -43,6 +45,24 @@ class PlannerModelConfig(ModelConfig):
 
 
 RULES = RuleSet()
+
+
+def num_experts(raw: Mapping[str, object]) -> int:
+    """Return the number of experts that the content of a config.json names, as Mixtral and Qwen3-MoE do; 0 for none."""
+    return next((n for name in ("num_local_experts", "num_experts") if isinstance(n := raw.get(name), int)), 0)
+
+
+def experts(config: ModelConfig) -> int | None:
+    """Return the number of experts of a planner, also of its checkpoint or warm start; None if that is not at hand."""
+    assert isinstance(config, PlannerModelConfig)
+    path = config.model_path
+    if path is None:
+        return config.planner.num_experts or 0
+    file = Path(path).expanduser() / CONFIG_FILE
+    try:
+        return num_experts(read_file(file).content) if file.is_file() else None
+    except EmbodrlError:  # another rule reports it
+        return None
 
 
 @RULES.rule("model.planner")
@@ -126,6 +146,7 @@ SPEC = ModelSpec(
     uses_state=False,
     uses_images=False,
     num_parameters=num_parameters,
+    experts=experts,
     sizes="0.1 M",
     actions="none: text, of which a workflow makes actions",
     checkpoint="a causal language model of transformers: Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE",

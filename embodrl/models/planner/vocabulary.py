@@ -84,6 +84,10 @@ class Vocabulary(ABC):
     def speller(self) -> Speller:
         """Return what spells the tokens of one message while it is written."""
 
+    def meaning(self) -> tuple[object, ...]:
+        """Return what is equal for vocabularies whose tokens mean the same."""
+        return type(self), self.size, self.ends
+
     @abstractmethod
     def save(self, directory: Path) -> None:
         """Write the files that the tokens are read from."""

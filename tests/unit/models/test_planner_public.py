@@ -19,6 +19,7 @@ from embodrl.models.common.chat import Conversation, ToolCall, parse_calls, tagg
 from embodrl.models.common.sampling import draw_quantile
 from embodrl.models.planner.page import Page, unpack
 from embodrl.models.planner.policy import ALLOWED, TOKENS, PlannerPolicy
+from embodrl.models.planner.public_network import load_balancing_loss
 from embodrl.models.planner.public_vocabulary import PublicVocabulary
 from embodrl.models.registry import build_policy
 from embodrl.tools.model_tools import contract
@@ -250,6 +251,63 @@ def test_experts_from_random_weights(tmp_path: Path) -> None:
         build(None, warm_start=str(tmp_path / "saved"), planner={**sizes, "num_experts": 2})
     first, second = (build(None, planner=sizes).model.state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_load_of_experts_by_hand() -> None:
+    """Two layers, three experts, two per token; the second token is padding."""
+    first = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8], [0.2, 0.7, 0.1]]).log()
+    second = torch.tensor([[0.6, 0.1, 0.3], [0.8, 0.1, 0.1], [0.1, 0.5, 0.4]]).log().requires_grad_()
+    read = torch.tensor([[True, False, True]])
+    # Chosen by the four that count: (0, 1), (1, 0), (0, 2), (1, 2): f = 3/4, 3/4, 1/2; P = 1.4, 1.6, 1.0, over 4.
+    loss = load_balancing_loss((first, second), read, 2)
+    assert loss.item() == pytest.approx(3 * (0.75 * 1.4 + 0.75 * 1.6 + 0.5 * 1.0) / 4)
+    loss.backward()
+    assert second.grad is not None and second.grad[0].any() and not second.grad[1].any()
+    assert float(load_balancing_loss((torch.zeros(4, 3),), torch.ones(1, 4) > 0, 3)) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_experts_are_balanced_over_real_tokens(kind: str, recomputes: bool, tmp_path: Path) -> None:
+    """The loss is that of transformers for every row alone, joined by the numbers of its tokens, and routers learn."""
+    from transformers import AutoModelForCausalLM
+
+    policy = build(write_language_model(tmp_path, kind))
+    if recomputes:
+        policy.enable_gradient_checkpointing()
+    public: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    output = policy.predict_action_batch(observation("pull", TEXTS[0]), "train", SAMPLING, generator())
+    inputs = output.forward_inputs
+    lengths = inputs[TOKEN_MASK].sum(dim=1).tolist()
+    assert lengths[0] != lengths[1]
+    found = policy.evaluate_actions(inputs, SAMPLING, compute_router_loss=True)
+    plain = policy.evaluate_actions(inputs, SAMPLING)
+    assert plain.router_loss is None and torch.equal(plain.logprobs, found.logprobs)
+    logits: Any = [[], []]
+    for row, length in enumerate(lengths):
+        prompt = inputs["input_ids"][row][inputs["attention_mask"][row]]
+        ids = torch.cat([prompt, inputs[TOKENS][row, : length - 1]])[None]
+        for layer, part in enumerate(public(ids, output_router_logits=True).router_logits):
+            logits[layer].append(part)
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    joined: Any = tuple(torch.cat(parts) for parts in logits)
+    wanted: Any = load_balancing_loss_func(joined, 4, 2)
+    assert found.router_loss is not None
+    torch.testing.assert_close(found.router_loss, wanted, rtol=1e-5, atol=0)
+    found.router_loss.backward()
+    wanted.backward()
+    for (name, mine), other in zip(policy.model.named_parameters(), public.parameters(), strict=True):
+        assert "gate.weight" not in name or (mine.grad is not None and mine.grad.any())
+        if other.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_a_model_without_experts_has_no_load_to_balance(directory: Path) -> None:
+    for policy in (build(directory), build(None)):
+        output = policy.predict_action_batch(observation("pull"), "train", SAMPLING, generator())
+        with raises_code("router-missing"):
+            policy.evaluate_actions(output.forward_inputs, SAMPLING, compute_router_loss=True)
 
 
 def _write(name: str, **changes: Any) -> Callable[[Path], None]:

@@ -106,9 +106,9 @@ def test_every_key_has_a_case() -> None:
     keys = schema_keys(AlgorithmConfig)
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     # Tests of their engines, branching (test_branch.py), teachers (test_teacher.py), critics (test_own_critic.py),
-    # PF-PPO (test_filtration.py) and single tasks (test_by_task.py).
+    # PF-PPO (test_filtration.py), single tasks (test_by_task.py) and routers (test_objective.py).
     elsewhere = ("teacher", "critic.", "off_policy.", "offline.", "bc_coef", "dagger.", "nft.", "rlt.", "branch.")
-    elsewhere += ("pf_ppo.", "by_task.")
+    elsewhere += ("pf_ppo.", "by_task.", "router_aux_loss_coef")
     leaves = {key for key in leaves if not key.startswith(elsewhere)}
     assert leaves == {*TRAINING, *ROLLING_OUT, *REWARDING}
 

@@ -432,16 +432,93 @@ def test_configurations_of_rlinfs_recipes(
     assert found.max_prompt_tokens == 200 and not found.padded_state_in_prompt
 
 
+def two_arms(directory: Path, key: str, **pi: Any) -> tuple[PiPolicy, LoadReport]:
+    """Return a pi0 for 14 numbers, whose statistics change nothing."""
+    build("pi0", action_dim=14, pi={"max_action_dim": 16})[0].save_pretrained(directory)
+    rearrange(directory, {}, {**OPENPI, "action_dim": 16})
+    entry = {"mean": [0.0] * 14, "std": [1.0] * 14, "q01": [-1.0] * 14, "q99": [1.0] * 14}
+    (directory / "assets" / key).mkdir(parents=True)
+    content = {"norm_stats": {"actions": entry, "state": entry}}
+    (directory / "assets" / key / "norm_stats.json").write_text(json.dumps(content))
+    return build("pi0", model_path=str(directory), action_dim=14, pi={"max_action_dim": 16, **pi})
+
+
+def seen_by_two_arms(state: Any) -> Observation:
+    images = np.zeros((1, 1, 16, 16, 3), np.uint8)
+    return Observation(images, np.asarray([state], np.float32), ["push"], np.zeros(1, np.int32))
+
+
+def acted(policy: PiPolicy, seen: Observation) -> Any:
+    draws = torch.Generator().manual_seed(0)
+    return policy.predict_action_batch(seen, "eval", SamplingParams(), draws, compute_values=False).actions[0]
+
+
 @pytest.mark.usefixtures("tiny_is_public")
-@pytest.mark.parametrize(
-    "key", ["trossen", "physical-intelligence/aloha_pen_uncap_diverse", "physical-intelligence/robotwin"]
-)
-def test_joints_of_two_arms_are_refused(key: str, tmp_path: Path):
-    build("pi0")[0].save_pretrained(tmp_path)
-    rearrange(tmp_path, {f"assets/{key}": 0.0, "assets/droid": 0.0}, OPENPI)
+def test_joints_of_two_arms_are_relative_and_their_grippers_absolute(tmp_path: Path):
+    """RoboTwin's: openpi's DeltaActions with make_bool_mask(6, -1, 6, -1)."""
+    key = "physical-intelligence/robotwin"
+    policy, report = two_arms(tmp_path / "mask", key)
+    named = "action dimensions relative to the state"
+    assert report.conventions[named] == f"13 but 6 (dataset {key})" and "states and actions" not in report.conventions
+    absolute, _ = two_arms(tmp_path / "absolute", key, relative_dims=0)
+    assert absolute.model.config.absolute_dims == ()
+    state = np.linspace(0.1, 1.4, 14)
+    seen = seen_by_two_arms(state)
+    added = state * ([1] * 6 + [0] + [1] * 6 + [0])
+    found = acted(policy, seen) - acted(absolute, seen)
+    np.testing.assert_allclose(found, np.broadcast_to(added, found.shape), atol=1e-5)
+    actions = np.full((1, len(found), 14), 0.5)
+    target = policy.sft_inputs(seen, torch.from_numpy(actions))["target"][0, : len(found), :14]
+    np.testing.assert_allclose(target, np.broadcast_to(0.5 - added, found.shape), atol=1e-6)
+    policy.save_pretrained(tmp_path / "again")
+    again, _ = build("pi0", model_path=str(tmp_path / "again"), action_dim=14)
+    np.testing.assert_array_equal(acted(again, seen), acted(policy, seen))
+    with raises_code("lerobot-can-not-express"):
+        policy.save_lerobot(tmp_path / "lerobot", ["base"])
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+def test_alohas_arms_are_converted_to_openpis_units(tmp_path: Path):
+    """Joints 1 and 2 of each arm turn the other way; grippers are openings in states, and angles in actions."""
+    policy, report = two_arms(tmp_path / "aloha", "trossen")
+    assert report.conventions["states and actions"] == "ALOHA's, converted to openpi's (dataset trossen)"
+    plain, _ = two_arms(tmp_path / "plain", "trossen", relative_dims=0, aloha_units=False)
+    signs = np.array([1, -1, -1, 1, 1, 1, 1, 1, -1, -1, 1, 1, 1, 1])
+    state = np.linspace(0.1, 1.4, 14)
+    state[[6, 13]] = 0.0, 1.0
+    # Openings of 18.44 and 58 mm are angles of the crank, whose arms have 36 and 22 mm: by the law of cosines.
+    closed, opened = ((0.022**2 + x**2 - 0.036**2) / (2 * 0.022 * x) for x in (0.01844, 0.058))
+    angles = (np.arcsin(np.clip([closed, opened], -1, 1)) - 0.5476) / (1.6296 - 0.5476)
+    in_pi = state * signs
+    in_pi[[6, 13]] = angles
+    np.testing.assert_allclose(angles, [-1.0799, 0.9456], atol=1e-4)
+    predicted = acted(plain, seen_by_two_arms(in_pi))
+    wanted = (predicted + in_pi) * signs
+    wanted[:, [6, 13]] = (predicted[:, [6, 13]] + 0.5476 + 0.6213) / (1.4910 + 0.6213)
+    seen = seen_by_two_arms(state)
+    np.testing.assert_allclose(acted(policy, seen), wanted, atol=1e-5)
+
+    actions = np.random.default_rng(0).uniform(0, 1, (1, len(wanted), 14))
+    target = policy.relative_to(actions, seen)
+    assert target[0, 0, 6] == pytest.approx(actions[0, 0, 6] * 2.1123 - 0.6213 - 0.5476)
+    assert target[0, 0, 1] == pytest.approx(-actions[0, 0, 1] + state[1])
+    np.testing.assert_allclose(policy.absolute_from(target, seen), actions, atol=1e-6)
+    with raises_code("state-size"):
+        acted(policy, seen_by_two_arms(state[:7]))
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+def test_what_is_unknown_of_two_arms_is_asked_for(tmp_path: Path):
     with raises_code("pi-joints"):
-        build("pi0", model_path=str(tmp_path), unnorm_key=key)
-    assert build("pi0", model_path=str(tmp_path), unnorm_key="droid")[1].ok
+        two_arms(tmp_path / "mobile", "trossen_mobile")
+    known = {"relative_dims": 13, "absolute_dims": (6,), "aloha_units": True}
+    assert two_arms(tmp_path / "set", "trossen_mobile", **known)[0].model.config.aloha_units
+    with raises_code("pi-joints"):
+        two_arms(tmp_path / "useless", "droid", relative_dims=6, absolute_dims=(6,))
+    with raises_code("pi-joints"):
+        build("pi0", pi={"aloha_units": True})
+    simulated, _ = two_arms(tmp_path / "sim", "lerobot/aloha_sim_transfer_cube_human")
+    assert simulated.model.config.relative_dims == 0 and simulated.model.config.aloha_units
 
 
 # What train_pytorch.py writes ----------------------------------------------------------------------------------------
