@@ -14,6 +14,7 @@ Shapes: T policy steps (chunks), B environments, N chunks, C actions in a chunk,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from embodrl.algorithms.episodes import Episodes, split_episodes
 from embodrl.algorithms.losses import LossCounts, reduce_to_level, reduce_to_ratio
-from embodrl.config.schema import AlgorithmConfig
+from embodrl.config.schema import AlgorithmConfig, RejectionConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 
@@ -37,7 +38,8 @@ MISMATCH = "logprob_mismatch"
 MISMATCH_COUNT = "logprob_mismatch_count"
 MISMATCH_MAX = "logprob_mismatch_max"
 MISMATCH_TERMS = (MISMATCH, MISMATCH_COUNT, MISMATCH_MAX)
-COLUMNS = (PROX, LOG_WEIGHTS, STALENESS)
+REJECTED = "rejected"
+COLUMNS = (PROX, LOG_WEIGHTS, STALENESS, REJECTED)
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,10 @@ class Proximal:
 
     Attributes:
         logprobs: ``float32[N,C,A]`` under the proximal policy, without gradient.
-        weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w after the cap, without gradient; 0 where the cap masks it.
-            None for all 1.
+        weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w after the cap, without gradient; 0 where the cap masks it,
+            or ``algorithm.rejection``. None for all 1.
         metrics: ``behavior_weight_mean``, ``behavior_weight_max`` and, with a cap, ``behavior_masked_fraction`` or
-            ``behavior_clamped_fraction``; see ``weight_metrics``.
+            ``behavior_clamped_fraction``; see ``weight_metrics``. ``rejected_fraction`` of the ratios.
     """
 
     logprobs: Tensor
@@ -134,19 +136,56 @@ def log_behavior_weights(
 def log_episode_weights(prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, episodes: Episodes) -> Tensor:
     """Return ``log w`` of the episode each chunk belongs to, ``float32[T,B]``; 0 where there is none.
 
-    ``w`` is the geometric mean over the valid tokens of the episode: a product over thousands of tokens would be 0 or
-    infinite. Log-probs are ``float32[T,B,C,A]``, ``valid`` is ``bool[T,B,C]``.
+    ``w`` is the geometric mean over the valid tokens of the episode, whose log is the mean of the log ratios: a product
+    over thousands of tokens would be 0 or infinite. Log-probs are ``float32[T,B,C,A]``, ``valid`` is ``bool[T,B,C]``.
     """
+    return _episode_means(torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0), valid, episodes)
+
+
+def _episode_means(tokens: Tensor, valid: Tensor, episodes: Episodes) -> Tensor:
+    """Return ``float32[T,B]``: the mean over the valid tokens of each chunk's episode, of which the others are 0."""
     live = episodes.index >= 0
-    tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
-    count = (valid.sum(-1) * old_logprobs.shape[-1])[live].double()
+    count = (valid.sum(-1) * tokens.shape[-1])[live].double()
     zeros = torch.zeros(len(episodes), dtype=torch.float64, device=valid.device)
     total = zeros.index_add(0, episodes.index[live], tokens.double().sum((-1, -2))[live])
     length = zeros.index_add(0, episodes.index[live], count)
     result = torch.zeros(valid.shape[:2], device=valid.device)
-    # The log of the geometric mean is the mean of the log ratios.
     result[live] = (total / length).float()[episodes.index[live]]
     return result
+
+
+def rejected(
+    prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, settings: RejectionConfig, episodes: Episodes | None
+) -> Tensor:
+    """Return what ``algorithm.rejection`` rejects, ``bool[...,C,A]`` of tokens or ``bool[...,1,1]`` of chunks.
+
+    Rejection of tokens and sequences by ratio or KL: AReaL's ``rejection_sampling``, verl's ``rollout_rs``; estimators
+    of the KL: Schulman 2020, "Approximating KL Divergence". What is not valid may be either.
+
+    Args:
+        prox_logprobs: ``float32[...,C,A]`` under the weights at the start of the update.
+        old_logprobs: the same, of the behaviour policy.
+        valid: ``bool[...,C]``.
+        settings: its level ``episode`` takes shapes ``[T,B,...]``.
+        episodes: of the rollout; None for other levels.
+    """
+    log_ratios = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
+    terms = {
+        "ratio": lambda: log_ratios,
+        "k1": lambda: -log_ratios,
+        "k2": lambda: log_ratios.square() / 2,
+        "k3": lambda: log_ratios.expm1() - log_ratios,
+    }[settings.metric or "ratio"]()
+    if settings.level == "chunk":
+        count = (valid.sum(-1) * terms.shape[-1]).clamp_min(1)
+        terms = (terms.sum((-1, -2)) / count)[..., None, None]
+    elif settings.level == "episode":
+        assert episodes is not None
+        terms = _episode_means(terms, valid, episodes)[..., None, None]
+    measured = terms.exp() if settings.metric == "ratio" else terms
+    lower = -math.inf if settings.lower is None else settings.lower
+    upper = math.inf if settings.upper is None else settings.upper
+    return (measured < lower) | (measured > upper)
 
 
 def cap_weights(log_weights: Tensor, cap: float | None, on_exceed: OnExceed) -> tuple[Tensor, Tensor]:
@@ -216,6 +255,26 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
     ``staleness int64[T,B]`` counts updates that changed the policy. Raises EmbodrlError if the log-probs under the
     proximal policy are required but missing.
     """
+    columns = _weight_columns(batch, algorithm, staleness)
+    prox = batch.prox_logprobs
+    rejection = algorithm.rejection
+    if rejection.metric is None or rejection.level != "episode":
+        return columns
+    if prox is None:
+        raise _no_proximal("algorithm.rejection")
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    return columns | {REJECTED: rejected(prox, batch.logprobs, batch.drawn, rejection, episodes)}
+
+
+def _no_proximal(key: str) -> EmbodrlError:
+    return EmbodrlError(
+        f"{key} needs the log-probs under the weights before the update",
+        "call set_proximal(batch, *update.proximal(batch)) before update.update",
+        code="prox-logprobs-missing",
+    )
+
+
+def _weight_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:
     decoupled = algorithm.decoupled
     if not decoupled.enabled:
         return {} if batch.prox_logprobs is None else {PROX: batch.prox_logprobs}
@@ -229,11 +288,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
         return {STALENESS: staleness}
     prox = batch.prox_logprobs
     if prox is None:
-        raise EmbodrlError(
-            "algorithm.decoupled.prox=recompute needs the log-probs under the weights before the update",
-            "call set_proximal(batch, *update.proximal(batch)) before update.update",
-            code="prox-logprobs-missing",
-        )
+        raise _no_proximal("algorithm.decoupled.prox=recompute")
     if decoupled.level == "episode":
         episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
         log_weights = log_episode_weights(prox, batch.logprobs, batch.drawn, episodes)
@@ -244,11 +299,30 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
 def proximal_terms(
     micro: TrajectoryBatch, logprobs: Tensor, algorithm: AlgorithmConfig, counts: LossCounts
 ) -> Proximal | None:
-    """Return the proximal log-probs and behaviour weights of a micro-batch; None without either.
+    """Return the proximal log-probs and behaviour weights of a micro-batch, after rejection; None without either.
 
     ``micro`` is flat with the columns of ``proximal_columns``, ``logprobs`` is ``float32[N,C,A]`` under the current
     policy, ``counts`` are those of the whole minibatch.
     """
+    proximal = _weighted(micro, logprobs, algorithm, counts)
+    rejection = algorithm.rejection
+    if rejection.metric is None:
+        return proximal
+    if proximal is None:
+        raise _no_proximal("algorithm.rejection")
+    old = micro.logprobs
+    dropped = micro.get(REJECTED)
+    if dropped is None:
+        dropped = rejected(proximal.logprobs, old, micro.drawn, rejection, None)
+    weights = torch.ones_like(dropped, dtype=old.dtype) if proximal.weights is None else proximal.weights
+    mask = reduce_to_level(old, micro.drawn, algorithm.logprob_type)[1]
+    metrics = proximal.metrics | {"rejected_fraction": (dropped & mask).sum() / counts.policy}
+    return Proximal(proximal.logprobs, torch.where(dropped, 0.0, weights), metrics)
+
+
+def _weighted(
+    micro: TrajectoryBatch, logprobs: Tensor, algorithm: AlgorithmConfig, counts: LossCounts
+) -> Proximal | None:
     decoupled = algorithm.decoupled
     old = micro.logprobs
     valid = micro.drawn

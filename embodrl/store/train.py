@@ -23,6 +23,7 @@ from embodrl.errors import StoreError, UsageError
 from embodrl.learners.imitation_policy import check_range
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
+from embodrl.specs import ENGINES
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.store.batches import FollowedBatches
 from embodrl.store.config import store_settings
@@ -107,9 +108,10 @@ def _follow(
 ) -> int:
     """Train in a locked directory, from its newest good checkpoint, if any."""
     config = loaded.config
-    if config.actor.training_backend != "native" or loaded.deployment.trains_in_processes:
-        message = "`embodrl store train` trains in its own process, with actor=native"
-        raise UsageError(message, "set actor=native, and leave out actor.own_process", code="store-backend")
+    backend = config.actor.training_backend
+    if not ENGINES.entry(backend).every_update:
+        message = f"`embodrl store train` does not support actor={backend}"
+        raise UsageError(message, "use actor=native or actor=fsdp", code="store-backend")
     store = open_store(config)
     if checkpoint is None and (problems or newest_version(store) is not None):
         hint = "start the trainer in the output directory of that run, or with another store"

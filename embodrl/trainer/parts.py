@@ -106,9 +106,9 @@ def build(
     """
     closing.enter_context(MemoryWatch())
     config = session.config
-    make: PartsBuilder = acts_in_processes if session.deployment.rolls_out_in_processes else acts_in_driver
-    if config.rollout.replay is not None:
-        make = replays_in_driver
+    make: PartsBuilder = acts_in_driver if config.rollout.replay is None else replays_in_driver
+    if session.deployment.rolls_out_in_processes:
+        make = acts_in_processes
     own = STORE_PARTS if config.store_url is not None else LOSSES.entry(config.algorithm.loss_type).parts
     if own is not None:
         make = cast("PartsBuilder", import_object(own))
@@ -238,6 +238,7 @@ def replays_in_driver(
     rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, should_stop, ReplayedRollouts)
     closing.callback(rollouts.close)
     rewards = RewardWorker(config, config.env.tasks)
+    closing.callback(rewards.close)
     return Parts(policy, engine, rollouts, rewards, **learning(config, policy, engine, None, on_step))
 
 
@@ -277,6 +278,8 @@ def acts_in_processes(
     closing.callback(weights.close)
     logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
     rollouts = RemoteBackend(config, group, channels, weights, policy, engine, also_lost(engine, stopped))
+    if config.rollout.replay is not None:  # the processes act in evaluations
+        rollouts.collector = ReplayedRollouts(config, rollouts)
     closing.callback(rollouts.rewards.close)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rollouts.rewards, **learning(config, policy, engine, None, on_step))
@@ -363,8 +366,7 @@ def learning(
         if not config.algorithm.bc_coef:
             return {"on_policy": update}
         return {"on_policy": update, "imitated": load_demonstrations(config, policy)}
-    assert pool is not None, "the configuration was checked"
-    stores = make_stores(config, policy, pool.spec.state_dim)
+    stores = make_stores(config, policy, None if pool is None else pool.spec.state_dim)
     if loss.imitates:
         return {"replay": stores, "from_records": DaggerUpdater(config, policy, engine, stores.online, on_step)}
     return {"replay": stores, "from_records": OffPolicyUpdater(config, engine, stores, on_step)}

@@ -22,6 +22,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError, PipelineError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.weight_sync.base import WeightTarget
 from embodrl.workers.lockstep import LockstepRunner, ShardMeta, combine_extras
 from embodrl.workers.outcomes import EpisodeStats
 from embodrl.workers.play import Seconds, take_turns
@@ -147,9 +148,9 @@ class Collector(Protocol):
 
 
 class NoCollector(Collector):
-    """Gathers nothing; passes weights to the evaluation engine."""
+    """Gathers nothing; passes weights to what evaluates."""
 
-    def __init__(self, config: Config, engine: RolloutEngine) -> None:
+    def __init__(self, config: Config, engine: WeightTarget) -> None:
         self.config = config
         self.engine = engine
 

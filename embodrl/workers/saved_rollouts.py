@@ -133,7 +133,8 @@ class SavingCollector(Collector):
 class ReplayedRollouts(NoCollector):
     """Gives the saved batches of another run in place of new ones.
 
-    ``config`` and ``engine`` are as for ``NoCollector``; ``rollout.replay`` names the directory.
+    ``config`` and ``engine`` are as for ``NoCollector``; ``rollout.replay`` names the directory. Raises EmbodrlError
+    for batches of another policy or age.
     """
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -147,7 +148,37 @@ class ReplayedRollouts(NoCollector):
         path = rollout_file(Path(self.config.rollout.replay), iteration, epoch)
         batch, metrics = load_rollout(path)
         check_policy(str(path), batch, self.config)
+        check_age(str(path), batch, iteration, self.config)
+        if batch.call_id is not None:
+            batch.call_id = None  # calls of another run's rewards, which are computed anew
         return batch, metrics
+
+
+def check_age(source: str, batch: TrajectoryBatch, iteration: int, config: Config) -> None:
+    """Reject a batch from ``source`` by weights that ``runner.max_staleness`` excludes.
+
+    Args:
+        source: its file, for messages.
+        batch: with ``policy_version``, the updates behind the weights of each chunk.
+        iteration: updates done before the batch is trained on.
+        config: of the run that trains on it.
+
+    Raises:
+        EmbodrlError: a chunk is by older weights, or by weights that did not exist yet (``rollout-of-another-age``).
+    """
+    versions = batch.policy_version[batch.valid.any(-1)]
+    if not len(versions):
+        return
+    oldest = iteration - int(versions.min())
+    newest = iteration - int(versions.max())
+    allowed = config.runner.max_staleness
+    if newest < 0 or oldest > allowed:
+        found = f"{oldest} updates old" if newest >= 0 else "by weights of a later update"
+        raise EmbodrlError(
+            f"{source} has chunks {found}, and runner.max_staleness is {allowed}",
+            "train with the runner.max_staleness of the run that saved it",
+            code="rollout-of-another-age",
+        )
 
 
 def check_policy(source: str, batch: TrajectoryBatch, config: Config) -> None:

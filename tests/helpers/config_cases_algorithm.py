@@ -213,6 +213,18 @@ ALGORITHMS = [
         names="minibatch",
     ),
     Wrong(
+        "rejection without log-probs to measure by",
+        "algorithm.rejection.metric",
+        "rejection-fits",
+        ("algorithm.rejection.metric=k3",),
+    ),
+    Wrong(
+        "rejection of everything",
+        "algorithm.rejection.lower",
+        "rejection-fits",
+        ("algorithm.rejection={metric: ratio,lower: 3}", "algorithm.recompute_logprobs=true"),
+    ),
+    Wrong(
         "float32 copies of float32 weights",
         "actor.optim.master_weights",
         "masters-have-a-use",

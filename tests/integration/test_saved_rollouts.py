@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from expect import raises_code
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import embodrl
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import FileFormatError
 from embodrl.reporting.rows import is_measured
-from embodrl.workers.saved_rollouts import load_rollout, rollout_file
+from embodrl.workers.saved_rollouts import check_age, load_rollout, rollout_file
 
 pytestmark = pytest.mark.slow
 TOY = ["env=toy", "model=mlp", "env.state=full", "env.num_processes=1", "env.train.total_num_envs=4"]
@@ -45,11 +48,54 @@ def test_a_replay_learns_what_the_run_learned(tmp_path: Path) -> None:
         run(tmp_path / "chunks", f"rollout.replay={saved}", *sizes)
 
 
+PROCESSES = ("cluster.device=cpu", "env.num_processes=2", "cluster.heartbeat_timeout_s=120")
+PROCESSES += ("cluster.component_placement={actor: '0:0', rollout: '0:0-1', env: '0:0-1'}",)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(("runner.max_staleness=1", "algorithm.decoupled.enabled=true"), id="ahead"),
+        pytest.param(("algorithm=sac",), id="replay-buffer"),
+        pytest.param(("algorithm=dagger",), id="labels", marks=pytest.mark.long),
+        pytest.param(PROCESSES, id="processes"),
+        pytest.param((*PROCESSES, "runner.max_staleness=1"), id="processes-ahead", marks=pytest.mark.long),
+    ],
+)
+def test_rollouts_of_every_kind_of_run_are_replayed(settings: tuple[str, ...], tmp_path: Path) -> None:
+    rows, weights = run(tmp_path / "run", *settings, "runner.save_rollouts=true")
+    again, same = run(tmp_path / "again", *settings, f"rollout.replay={tmp_path / 'run' / 'rollouts'}")
+    assert again == rows and rows[-1]["env_steps"] >= 80
+    assert all((weights[name] == same[name]).all() for name in weights)
+
+
+def test_rewards_of_a_function_are_computed_anew(tmp_path: Path) -> None:
+    saved = tmp_path / "run" / "rollouts"
+    own = "reward.fn=test_saved_rollouts:length"
+    rows, _ = run(tmp_path / "run", "runner.save_rollouts=true", own)
+    assert run(tmp_path / "again", f"rollout.replay={saved}", own)[0] == rows
+    plain, _ = run(tmp_path / "plain", f"rollout.replay={saved}")
+    assert "reward/mean" not in plain[1] and plain[1]["train/value_loss"] != rows[1]["train/value_loss"]
+
+
+def length(episode: Any) -> float:
+    return float(len(episode.rewards))
+
+
+def test_a_batch_by_weights_of_another_age_is_refused() -> None:
+    batch = TrajectoryBatch(
+        {"policy_version": torch.tensor([[3, 5], [4, 0]]), "valid": torch.tensor([[[True], [True]], [[True], [False]]])}
+    )
+    for staleness, iteration, allowed in ((2, 5, True), (1, 5, False), (9, 4, False), (2, 6, False)):
+        config = embodrl.load_config([*TOY, f"runner.max_staleness={staleness}"]).config
+        with nullcontext() if allowed else raises_code("rollout-of-another-age"):
+            check_age("a batch", batch, iteration, config)
+
+
 def test_what_can_not_be_replayed_is_refused_before_the_run(tmp_path: Path) -> None:
     replay = f"rollout.replay={tmp_path}"
-    processes = (replay, "cluster.device=cpu", "cluster.component_placement={actor: '0:0', rollout: '0:0-1'}")
     absent = (f"rollout.replay={tmp_path / 'absent'}",)
-    for settings in ((replay,), absent, (replay, "runner.save_rollouts=true"), processes):
+    for settings in ((replay,), absent, (replay, "runner.save_rollouts=true"), (replay, f"reward.model={tmp_path}")):
         with raises_code("rollouts-can-be-replayed"):
             embodrl.load_config([*TOY, *settings])
 

@@ -5,6 +5,7 @@ each episode once.
 """
 
 import contextlib
+import json
 import random
 import shutil
 import signal
@@ -14,13 +15,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runs
+import torch
 from s3_server import S3Server, s3_bucket
+from safetensors.torch import load_file
 
+from embodrl.config.schema import Config
+from embodrl.data.demos import ACTED_BY, POLICY_VERSION, DemoEpisode, Outcomes
+from embodrl.data.lerobot_writer import LeRobotWriter
+from embodrl.pipelines.load import load_config
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.store.parts import DONE, RESULTS
-from embodrl.store.shards import EPISODES
+from embodrl.store.shards import EPISODES, ShardSize, ShardWriter
 from embodrl.store.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
@@ -158,6 +166,58 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path, place):
     assert len(set(read)) == len(read) and set(read) <= set(marks)
     assert sum(len(marks[name].texts("ids")) for name in read) >= 240  # a quarter of a step each
     assert max(store.names(RESULTS)) == f"{RESULTS}/v000060"
+
+
+def test_imitation_in_two_processes_has_the_losses_and_weights_of_one(tmp_path):
+    settings = ("env=toy", "model=mlp", "env.state=full", "algorithm=ppo_gaussian", "env.pin_cpus=false")
+    settings += ("actor.precision=fp32", "rollout.precision=fp32", "sft.max_steps=6", "sft.log_interval=1")
+    settings += ("sft.batch_size=8", "store.publish_interval=3", "store.steps_per_episode=1", "sft.lr_warmup_steps=1")
+    config = load_config([*settings, "store.url=/a"], verb="store").config
+    store = Store(str(tmp_path / "store"))
+    store.create()
+    write_episodes(store, tmp_path / "spool", config, 8)
+    two = ("actor=fsdp", "cluster.device=cpu", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}")
+    rows, weights = {}, {}
+    for name, places in (("one", ()), ("two", two)):
+        out = tmp_path / name
+        url = f"store.url={shutil.copytree(store.url, tmp_path / f'store_{name}')}"
+        done = runs.embodrl("store", "train", *settings, *places, url, f"sft.output_dir={out}")
+        assert done.code == 0, done.stderr
+        rows[name] = [json.loads(line)["loss"] for line in (out / "store_metrics.jsonl").read_text().splitlines()]
+        weights[name] = load_file(out / "policy" / "model.safetensors")
+        assert max(Store(str(tmp_path / f"store_{name}")).names("weights")) == "weights/v000006"
+    assert len(rows["one"]) == 6 and rows["one"] == pytest.approx(rows["two"], rel=1e-4)
+    assert len(set(rows["one"])) == 6
+    for name, tensor in weights["one"].items():
+        torch.testing.assert_close(weights["two"][name], tensor, rtol=1e-4, atol=1e-5)
+    shards = (tmp_path / "two" / "checkpoints" / "step_6" / "optimizer").glob("shard-*.safetensors")
+    assert len(list(shards)) == 2
+    longer = runs.embodrl("resume", tmp_path / "two", "sft.max_steps=8")
+    assert longer.code == 0, longer.stderr
+    assert len((tmp_path / "two" / "store_metrics.jsonl").read_text().splitlines()) == 8
+
+
+def write_episodes(store: Store, spool: Path, config: Config, count: int) -> None:
+    """Write a shard of solved episodes of six frames, whose actions follow their states."""
+    camera = config.env.cameras[0]
+    draw = np.random.default_rng(0)
+
+    def make(directory: Path) -> LeRobotWriter:
+        return LeRobotWriter(directory, [camera.name], 10, resume=True)
+
+    found = []
+    for number in range(count):
+        state = draw.uniform(-1, 1, (6, 4)).astype(np.float32)
+        actions = 0.5 * np.resize(state.T, (config.model.action_dim, 6)).T
+        ends = Outcomes(actions, np.zeros(6, np.float32), np.arange(6) == 5, np.zeros(6, np.float32))
+        images = np.zeros((6, 1, camera.height, camera.width, 3), np.uint8)
+        extra = {POLICY_VERSION: np.zeros(6, np.int64), ACTED_BY: np.zeros(6, np.int64)}
+        task = config.env.tasks[0]
+        found.append(DemoEpisode(images, state, actions, "reach", task, number, True, ends, extra, f"a-{number}"))
+    writer = ShardWriter(store, spool, "a", make, ShardSize(count, 1e9))
+    writer.add(found, {"next": count, "open": []})
+    writer.upload()
+    writer.close()
 
 
 @pytest.mark.long

@@ -305,6 +305,34 @@ def decoupled_level_fits(context: Context) -> Iterator[Finding]:
         )
 
 
+@rule("algorithm.rejection", "algorithm.decoupled", "algorithm.recompute_logprobs", "algorithm.logprob_type", "rollout")
+def rejection_fits(context: Context) -> Iterator[Finding]:
+    """What is rejected can be measured, and is not finer than the ratio."""
+    algorithm = context.config.algorithm
+    rejection = algorithm.rejection
+    if rejection.metric is None:
+        return
+    key = "algorithm.rejection"
+    if not algorithm.decoupled.enabled and not context.config.recomputes_logprobs:
+        message = "measures by the log-probs at the start of an update, which are not computed"
+        hint = "set algorithm.decoupled.enabled=true, or algorithm.recompute_logprobs=true"
+        yield Finding(f"{key}.metric", message, hint, "null", others=("algorithm.recompute_logprobs",))
+    lower, upper = rejection.lower, rejection.upper
+    if lower is None and upper is None:
+        yield Finding(f"{key}.upper", "rejects nothing: both bounds are null", "set it, or algorithm.rejection.lower")
+    elif lower is not None and upper is not None and lower >= upper:
+        others = (f"{key}.upper",)
+        yield Finding(f"{key}.lower", f"rejects everything: it is not below {upper:g}", "lower it", others=others)
+    if rejection.level == "token" and algorithm.logprob_type != "token_level":
+        message = f"tokens can't be taken from a ratio of logprob_type '{algorithm.logprob_type}'"
+        others = ("algorithm.logprob_type", f"{key}.metric")
+        yield Finding(f"{key}.level", message, "set it to chunk", "chunk, episode", others=others)
+    if rejection.level == "episode" and algorithm.decoupled.enabled and algorithm.decoupled.prox == "loglinear":
+        message = "a minibatch of loglinear log-probs does not have all chunks of an episode"
+        hint = "set it to chunk, or algorithm.decoupled.prox=recompute"
+        yield Finding(f"{key}.level", message, hint, "token, chunk", others=("algorithm.decoupled.prox",))
+
+
 def _not_taken_by_the_loss(context: Context, *names: str) -> list[str]:
     """Return the given names that a user's loss has no parameters for."""
     taken = context.loss.parameters

@@ -143,7 +143,7 @@ def running_shards_can_adapt(context: Context) -> Iterator[Finding]:
         yield Finding(key, message, hint, f"1 to {shards - 1}" if shards > 1 else "null")
 
 
-@rule("rollout.replay", "algorithm", "rollout", "reward", "runner.max_iterations", "runner.max_staleness", "env.tasks")
+@rule("rollout.replay", "algorithm.loss_type", "rollout.backend", "reward.model", "runner")
 def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
     """Saved rollouts are there for every iteration, and nothing else has to act in them."""
     config = context.config
@@ -161,19 +161,10 @@ def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
             hint = f"set runner.max_iterations={there}" if there else "name RUN/rollouts of a run that saved them"
             yield Finding(key, message, hint, others=("runner.max_iterations",))
     apart = {
-        "algorithm.loss_type": (context.loss.off_policy or context.loss.offline, "learns from a store of its own"),
-        "rollout.own_process": (bool(config.rollout.own_process), "acts in processes"),
-        "cluster.component_placement": (
-            context.gathers_in_processes and not config.rollout.own_process,
-            "places rollouts in processes",
-        ),
-        "rollout.workflow": (config.rollout.workflow is not None, "plays episodes"),
+        "algorithm.loss_type": (context.loss.offline, "has no rollouts"),
         "rollout.backend": (config.rollout.backend != "native", "acts elsewhere"),
-        "runner.max_staleness": (config.runner.max_staleness > 0, "plays ahead"),
         "runner.save_rollouts": (config.runner.save_rollouts, "saves what is saved already"),
-        "reward.fn": (config.reward.fn is not None, "judges episodes while they are played"),
-        "reward.model": (config.reward.model is not None, "judges episodes while they are played"),
-        "reward.judge.url": (config.reward.judge.url is not None, "judges episodes while they are played"),
+        "reward.model": (config.reward.model is not None, "reads states that saved rollouts do not have"),
     }
     for other, (given, what) in apart.items():
         if given:

@@ -149,6 +149,28 @@ class DecoupledConfig(Section):
         return self.enabled and self.prox == "recompute"
 
 
+class RejectionConfig(Section):
+    """Rejection of data whose behaviour policy is too far from the policy at the start of the update."""
+
+    metric: Literal["ratio", "k1", "k2", "k3"] | None = Field(
+        default=None,
+        description="measured from the log-probs of algorithm.decoupled or recompute_logprobs, l = logp_prox - logp_b:"
+        " ratio exp(l), or an estimator of the KL to the behaviour policy, k1 -l, k2 l^2 / 2, k3 exp(l) - 1 - l; null"
+        " rejects nothing",
+    )
+    level: Annotated[Literal["token", "chunk", "episode"], AppliesIf("algorithm.rejection.metric")] = Field(
+        default="token",
+        description="what is measured and rejected: single tokens, or chunks or episodes by the mean over their tokens"
+        " (ratio: the geometric mean)",
+    )
+    lower: Annotated[float | None, AppliesIf("algorithm.rejection.metric")] = Field(
+        default=None, description="reject what is below; null for no bound"
+    )
+    upper: Annotated[float | None, AppliesIf("algorithm.rejection.metric")] = Field(
+        default=2.0, description="reject what is above; null for no bound"
+    )
+
+
 class CriticConfig(Section):
     """Critic of on-policy losses."""
 
@@ -394,6 +416,9 @@ class AlgorithmConfig(Section):
     )
     decoupled: Annotated[DecoupledConfig, AppliesIf("algorithm.decoupled.enabled")] = Field(
         default=DecoupledConfig(), description="decoupled PPO, for rollouts of older policies"
+    )
+    rejection: Annotated[RejectionConfig, AppliesIf("algorithm.rejection.metric")] = Field(
+        default=RejectionConfig(), description="masks of old data and of data of other engines, beside their weights"
     )
     recompute_logprobs: Literal["auto"] | bool = Field(
         default="auto",

@@ -14,8 +14,8 @@ from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.workers.collector import Collector, NoCollector
 from embodrl.workers.env import check_environments, make_pool
-from embodrl.workers.evaluator import EvalResult, Evaluator, run_decodings
-from embodrl.workers.rollout_backend import RolloutBackend
+from embodrl.workers.evaluator import EvalResult, run_decodings
+from embodrl.workers.rollout_backend import RolloutBackend, evaluator_class
 
 
 class OfflineBackend(RolloutBackend):
@@ -46,7 +46,8 @@ class OfflineBackend(RolloutBackend):
     def evaluate(self, video_dir: Path | None, every_decoding: bool) -> EvalResult:
         pool = self._pool or self._start()
         decodings = run_decodings(self.config, self.engine, every_decoding)
-        return Evaluator(self.config, pool, self.engine, self.should_stop, decodings=decodings).run(video_dir)
+        evaluator = evaluator_class(self.config)
+        return evaluator(self.config, pool, self.engine, self.should_stop, decodings=decodings).run(video_dir)
 
     def _start(self) -> EnvPool:
         config = self.config.evaluated

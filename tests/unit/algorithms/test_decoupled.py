@@ -17,12 +17,14 @@ from embodrl.algorithms.decoupled import (
     log_behavior_weights,
     log_episode_weights,
     loglinear_logprobs,
+    rejected,
     staleness_metrics,
     staleness_of,
     weight_metrics,
 )
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.algorithms.losses import actor_critic_loss, actor_loss
+from embodrl.config.schema import RejectionConfig
 from embodrl.errors import EmbodrlError
 
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -137,6 +139,37 @@ def test_staleness_by_hand() -> None:
     assert set(staleness_metrics(staleness, valid & False).values()) == {0.0}
     with raises_code("chunk-version", EmbodrlError, "5", "4"):
         staleness_of(versions, valid, 4)
+
+
+@pytest.mark.parametrize(
+    ("metric", "level", "bounds", "expected"),
+    [
+        # Log ratios by action: one chunk has 0.6 and -0.2, the next 0 alone, another episode -1 and 0.2.
+        ("ratio", "token", {"upper": 1.5}, [[[1, 0], [0, 0]], [[0, 0], [0, 0]]]),  # e^0.6 = 1.82
+        ("ratio", "token", {"upper": None, "lower": 0.5}, [[[0, 0], [1, 0]], [[0, 0], [0, 0]]]),  # e^-1 = 0.37
+        ("k1", "token", {"upper": 0.5}, [[[0, 0], [1, 0]], [[0, 0], [0, 0]]]),  # -(-1)
+        ("k1", "token", {"upper": None, "lower": -0.5}, [[[1, 0], [0, 0]], [[0, 0], [0, 0]]]),
+        ("k2", "token", {"upper": 0.1}, [[[1, 0], [1, 0]], [[0, 0], [0, 0]]]),  # 0.18, 0.02; 0.5, 0.02
+        ("k3", "token", {"upper": 0.3}, [[[0, 0], [1, 0]], [[0, 0], [0, 0]]]),  # e^0.6 - 1.6 = 0.222; e^-1 = 0.368
+        ("ratio", "chunk", {"upper": 1.2}, [[[1], [0]], [[0], [0]]]),  # e^0.2 = 1.22, e^-0.4
+        ("ratio", "chunk", {"upper": 1.23}, [[[0], [0]], [[0], [0]]]),
+        ("k2", "chunk", {"upper": 0.15}, [[[0], [1]], [[0], [0]]]),  # (0.18 + 0.02) / 2, (0.5 + 0.02) / 2
+        ("k3", "chunk", {"upper": 0.19}, [[[0], [1]], [[0], [0]]]),  # (0.222 + 0.019) / 2, (0.368 + 0.021) / 2
+        ("ratio", "episode", {"upper": 1.1}, [[[1], [0]], [[1], [0]]]),  # e^(0.4 / 3) = 1.14 in both its chunks
+        ("k2", "episode", {"upper": 0.06, "lower": 0.0}, [[[1], [1]], [[1], [0]]]),  # 0.2 / 3
+        ("k2", "episode", {"upper": 0.07}, [[[0], [1]], [[0], [0]]]),
+    ],
+)
+def test_rejection_by_hand(metric: Any, level: Any, bounds: dict[str, Any], expected: list[Any]) -> None:
+    log_ratios = torch.tensor([[[0.6, -0.2], [-1.0, 0.2]], [[0.0, math.nan], [math.nan, math.nan]]])
+    valid = log_ratios.isfinite()
+    terminated = torch.zeros_like(valid)
+    terminated[1, 0, 0] = terminated[0, 1, 1] = True
+    old = torch.full((2, 2, 2, 1), -3.0)
+    episodes = split_episodes(valid, terminated, torch.zeros_like(valid))
+    settings = RejectionConfig(metric=metric, level=level, **bounds)
+    found = rejected(old + log_ratios.unsqueeze(-1), old, valid, settings, episodes)
+    assert found.squeeze(-1).int().tolist() == expected
 
 
 def test_an_episode_has_the_geometric_mean_of_its_valid_tokens() -> None:

@@ -13,7 +13,7 @@ from toy_policy import ToyPolicy, toy_rollout
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.decoupled import mismatch_metrics, mismatch_terms, set_proximal
 from embodrl.config import load_config
-from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, SamplingConfig
+from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, RejectionConfig, SamplingConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import ConfigError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -90,6 +90,34 @@ def test_weights_are_those_of_truncated_importance_sampling() -> None:
     unweighted = losses[None]
     assert losses[2.0] == pytest.approx(2 * unweighted, rel=1e-4)
     assert losses[3.0] == pytest.approx(2.4596 * unweighted, rel=1e-4)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("level", ["token", "chunk", "episode"])
+def test_what_is_rejected_trains_nothing(level: str, cap: float | None) -> None:
+    """Half of the environments were played with log-probs 0.9 too low, a ratio of 2.46; the others match."""
+
+    def trained(batch_rejects: bool, **rejection: Any) -> dict[str, float]:
+        given = {"rejection": RejectionConfig(**rejection)} if batch_rejects else {}
+        settings = algorithm(engine_weight_cap=cap, normalize_advantages=False, **given)
+        engine = NativeTrainEngine(ToyPolicy(), EngineOptions(ACTOR, 10), "cpu")
+        batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
+        batch.logprobs = batch.logprobs.clone()
+        half = batch.logprobs.shape[1] // 2
+        batch.logprobs[:, :half] -= 0.9
+        set_proximal(batch, *updates.proximal(engine, batch, settings, every_chunk=True))
+        advantages = compute_advantages(batch, settings)
+        if not batch_rejects:  # what rejection has to amount to: no advantages where the ratio is 2.46
+            advantages.advantages[:, :half] = 0.0
+        share = float(batch.valid[:, :half].sum() / batch.valid.sum())
+        return updates.update(engine, batch, advantages, settings, torch.Generator().manual_seed(0)) | {"share": share}
+
+    plain = trained(batch_rejects=False)
+    found = trained(batch_rejects=True, metric="ratio", level=level, upper=2.4)
+    assert "train/rejected_fraction" not in plain
+    assert found["train/rejected_fraction"] == pytest.approx(found["share"], abs=0.05) and 0.2 < found["share"] < 0.8
+    assert found["train/policy_loss"] == pytest.approx(plain["train/policy_loss"], rel=1e-4)
+    assert trained(batch_rejects=True, metric="ratio", level=level, upper=2.5)["train/rejected_fraction"] == 0
 
 
 def test_chunks_of_older_weights_are_no_mismatch() -> None:
