@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 import torch
 
@@ -31,6 +31,9 @@ from embodrl.models.planner.policy import TOKENS
 from embodrl.types import TOKEN_MASK, Observation, PolicyOutput
 from embodrl.workers.workflows import task_runner, workflow
 from embodrl.workers.workflows.workflow import EpisodeTask, Trajectory
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
 
 T = TypeVar("T")
 TaskQueueFullError = TaskQueueFull
@@ -391,6 +394,69 @@ def respond(completion: Completion, tokenizer: Tokenizer | None) -> ModelRespons
     )
 
 
+@dataclass
+class InteractionWithTokenLogpReward:
+    """A completion of an episode.
+
+    Attributes:
+        messages: the request's.
+        chat_template_type: the client's.
+        parent: the interaction whose messages and answer ``messages`` begin with, the longest one; None without.
+        completion: the answer; None until it is written, and so are the three next.
+        model_response: its tokens.
+        generated: what is trained on.
+        output_message_list: its message.
+        reward: its own, or what ``apply_reward_discount`` made of it; None if none was given.
+        has_later_rewards: ``reward`` has the discounted ones of later interactions.
+    """
+
+    messages: list[dict[str, Any]]
+    chat_template_type: str = "hf"
+    parent: InteractionWithTokenLogpReward | None = None
+    completion: ChatCompletion | None = None
+    model_response: ModelResponse | None = None
+    generated: Completion | None = None
+    output_message_list: list[dict[str, Any]] | None = None
+    reward: float | None = None
+    has_later_rewards: bool = False
+
+    @property
+    def interaction_id(self) -> str | None:
+        """Id of the completion."""
+        return None if self.completion is None else self.completion.id
+
+
+def add_interactions(trajectory: Trajectory, interactions: Sequence[InteractionWithTokenLogpReward]) -> None:
+    """Append the messages of an episode's result.
+
+    The rewards from a message on sum up to the exported one, if that has later rewards. A single one of a ``concat``
+    client brings the messages that it continues, whose own rewards do not count, as in AReaL.
+
+    Raises:
+        WorkflowError: several conversations are exported with ``concat`` (``workflow-trajectory``).
+    """
+    chain = list(interactions)
+    is_concat = any(one.parent is not None and not any(one.parent is other for other in chain) for one in chain)
+    if is_concat and len(chain) > 1:
+        raise WorkflowError(
+            f"arun_episode returned {len(chain)} conversations",
+            "export them with style='individual', or run one conversation; algorithm.group_size makes groups",
+            code="workflow-trajectory",
+        )
+    while is_concat and (parent := chain[0].parent) is not None:
+        chain.insert(0, parent)
+    for number, one in enumerate(chain):
+        assert one.generated is not None
+        ends = number + 1 == len(chain)
+        reward = one.reward or 0.0
+        if is_concat:
+            reward = reward if ends else 0.0
+        elif one.has_later_rewards and not ends:
+            reward -= chain[number + 1].reward or 0.0
+        solved = ends and (one.reward or 0.0) > 0
+        trajectory.add_message(one.generated, reward, terminated=ends, success=solved)
+
+
 class RolloutWorkflow(workflow.RolloutWorkflow):
     """A workflow with AReaL's method; ``rollout.workflow`` and ``EpisodePlayer.submit`` take it.
 
@@ -419,8 +485,6 @@ class RolloutWorkflow(workflow.RolloutWorkflow):
         Raises:
             WorkflowError: what it returned is not one episode of the messages written (``workflow-trajectory``).
         """
-        from embodrl.compat.areal_openai import InteractionWithTokenLogpReward, add_interactions
-
         seen = InferenceEngine(engine)
         found = await self.arun_episode(seen, {**task.data, "env": env, "episode": task})
         if found is None or isinstance(found, Trajectory):

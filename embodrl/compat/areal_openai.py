@@ -9,55 +9,25 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from embodrl.compat.areal import InferenceEngine, ModelResponse, Tokenizer, respond, without_counterpart
-from embodrl.errors import MissingDependencyError, WorkflowError
+from embodrl.compat.areal import (
+    InferenceEngine,
+    InteractionWithTokenLogpReward,
+    Tokenizer,
+    respond,
+    without_counterpart,
+)
+from embodrl.errors import MissingDependencyError
 from embodrl.serving.wire.chat_api import ChatChoice, ChatRequest, ChatStream, completion_body, completion_head
 from embodrl.workers.workflows.agent_server import MODEL, write
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-    from embodrl.hybrid_engines.rollout.batched import Completion
-    from embodrl.workers.workflows.workflow import Trajectory
-
 Style = Literal["individual", "concat"]
-
-
-@dataclass
-class InteractionWithTokenLogpReward:
-    """A completion of an episode.
-
-    Attributes:
-        messages: the request's.
-        chat_template_type: the client's.
-        parent: the interaction whose messages and answer ``messages`` begin with, the longest one; None without.
-        completion: the answer; None until it is written, and so are the three next.
-        model_response: its tokens.
-        generated: what is trained on.
-        output_message_list: its message.
-        reward: its own, or what ``apply_reward_discount`` made of it; None if none was given.
-        has_later_rewards: ``reward`` has the discounted ones of later interactions.
-    """
-
-    messages: list[dict[str, Any]]
-    chat_template_type: str = "hf"
-    parent: InteractionWithTokenLogpReward | None = None
-    completion: ChatCompletion | None = None
-    model_response: ModelResponse | None = None
-    generated: Completion | None = None
-    output_message_list: list[dict[str, Any]] | None = None
-    reward: float | None = None
-    has_later_rewards: bool = False
-
-    @property
-    def interaction_id(self) -> str | None:
-        """Id of the completion."""
-        return None if self.completion is None else self.completion.id
 
 
 class ArealOpenAI:
@@ -193,37 +163,6 @@ class ArealOpenAI:
         """Apply the discount and return all completions, as earlier versions do."""
         self.apply_reward_discount(turn_discount)
         return self.export_interactions("individual")
-
-
-def add_interactions(trajectory: Trajectory, interactions: Sequence[InteractionWithTokenLogpReward]) -> None:
-    """Append the messages of an episode's result.
-
-    The rewards from a message on sum up to the exported one, if that has later rewards. A single one of a ``concat``
-    client brings the messages that it continues, whose own rewards do not count, as in AReaL.
-
-    Raises:
-        WorkflowError: several conversations are exported with ``concat`` (``workflow-trajectory``).
-    """
-    chain = list(interactions)
-    is_concat = any(one.parent is not None and not any(one.parent is other for other in chain) for one in chain)
-    if is_concat and len(chain) > 1:
-        raise WorkflowError(
-            f"arun_episode returned {len(chain)} conversations",
-            "export them with style='individual', or run one conversation; algorithm.group_size makes groups",
-            code="workflow-trajectory",
-        )
-    while is_concat and (parent := chain[0].parent) is not None:
-        chain.insert(0, parent)
-    for number, one in enumerate(chain):
-        assert one.generated is not None
-        ends = number + 1 == len(chain)
-        reward = one.reward or 0.0
-        if is_concat:
-            reward = reward if ends else 0.0
-        elif one.has_later_rewards and not ends:
-            reward -= chain[number + 1].reward or 0.0
-        solved = ends and (one.reward or 0.0) > 0
-        trajectory.add_message(one.generated, reward, terminated=ends, success=solved)
 
 
 def _openai_types() -> Any:
