@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import runs
 from expect import raises_code
-from test_join_runs import started, until
+from test_join_runs import free_port, started, until
 
 from embodrl.config.schema.real_time import RealTimeConfig
 from embodrl.data.load import load_demos
@@ -137,7 +137,9 @@ store: {intervention: expert, episodes_per_shard: 1, poll_s: 0.2}
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_run_learns_by_reward_from_a_robot_that_an_expert_corrects(tmp_path):
+@pytest.mark.parametrize("cloud", [False, True])
+def test_a_run_learns_by_reward_from_a_robot_that_an_expert_corrects(tmp_path, cloud):
+    """With ``cloud`` a server acts, and the robot and who corrects it are elsewhere."""
     pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
     config, demos, store = tmp_path / "config.yaml", tmp_path / "demos", Store(str(tmp_path / "store"))
     config.write_text(BY_REWARD)
@@ -146,7 +148,7 @@ def test_a_run_learns_by_reward_from_a_robot_that_an_expert_corrects(tmp_path):
     assert outcome.code == 0, outcome.stderr
     common = ("--config", config, f"store.url={store.url}")
     own = (f"runner.output_dir={tmp_path / 'run'}", f"algorithm.off_policy.demos={demos}")
-    metrics = tmp_path / "spool" / "collector-0" / METRICS_FILE
+    metrics, port = tmp_path / "spool" / "collector-0" / METRICS_FILE, free_port()
 
     def versions() -> set[int]:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
@@ -158,6 +160,10 @@ def test_a_run_learns_by_reward_from_a_robot_that_an_expert_corrects(tmp_path):
         until(lambda: store.names("weights") == ["weights/v000000"], trainer)
         store.get("weights/v000000", tmp_path / "first")
         collect = ("store", "collect", *common, f"store.spool_dir={tmp_path / 'spool'}")
+        if cloud:
+            serve = ("serve", "--config", config, "protocol=http", f"serve.port={port}", "serve.token=none")
+            closing.enter_context(started(tmp_path, *serve, "model.random_weights=true"))
+            collect += ("rollout.backend=remote", f"rollout.remote.urls=[http://127.0.0.1:{port}]")
         collector = closing.enter_context(started(tmp_path, *collect))
         until(lambda: max(versions(), default=0) > 2, trainer, collector)
         for process in (trainer, collector):
