@@ -79,7 +79,7 @@ def make_runners(
         return [*make_lockstep_runners(config, pool, engine, judging)]
     parts = pool.split(config.rollout.pipeline_stages)
     make = cast("Callable[..., EpisodeRunner]", WORKFLOW_RUNNERS.get(workflow_runner().name))
-    return [make(config, part, engine, judging.keep_frames) for part in parts]
+    return [make(config, part, engine, judging) for part in parts]
 
 
 @dataclass
