@@ -163,8 +163,8 @@ class Session:
         if problem:
             raise _refused(problem, hint)
         assert isinstance(rollouts, LocalBackend)
-        keep_frames = self._learner.parts.rewards.judging.keep_frames
-        self._episodes = EpisodePlayer(config, rollouts.pool, rollouts.engine, keep_frames)
+        judging = self._learner.parts.rewards.judging
+        self._episodes = EpisodePlayer(config, rollouts.pool, rollouts.engine, judging)
         self._closing.callback(self._episodes.close)
         return self._episodes
 

@@ -36,7 +36,7 @@ from embodrl.trainer.stop import StopSignal
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import EpisodeSchedule, Metrics, rollout_metrics
 from embodrl.workers.env import check_environments, make_pool
-from embodrl.workers.lockstep import Shard, meta_of
+from embodrl.workers.lockstep import meta_of
 from embodrl.workers.parts import make_acting, prepare_acting
 from embodrl.workers.recorders import Judging
 from embodrl.workers.reward import RewardWorker
@@ -233,9 +233,8 @@ class RolloutWriter:
 
     def _roll_out(self, number: int, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         iteration, epoch = divmod(number, self.config.algorithm.rollout_epoch)
-        seeds, tasks = self.schedule.draw(iteration, epoch)
         random = (self.config.runner.seed, self.stream, number)
-        return self.runner.roll_out(Shard(iteration, seeds, tasks, self.schedule.group_ids(0), random), should_stop)
+        return self.runner.roll_out(self.schedule.shard(iteration, epoch, random), should_stop)
 
 
 def join(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:

@@ -46,8 +46,6 @@ OF_EPISODES: tuple[tuple[str, object, str], ...] = (
     ("algorithm.srpo.enabled", False, "takes its rewards from the collectors"),
 )
 """The same, if it fills a replay buffer."""
-OF_ROLLOUTS: tuple[tuple[str, object, str], ...] = (("algorithm.branch.enabled", False, "takes whole episodes"),)
-"""The same, if it learns from rollouts."""
 
 OF_ROBOTS: tuple[tuple[str, object, str], ...] = (
     ("runner.eval_interval", 0, "does not evaluate on a robot that its collector drives"),
@@ -118,7 +116,7 @@ def training_from_a_store_is_possible(context: Context) -> Iterator[Finding]:
         yield Finding(URL, message, hint, "null", others=("algorithm.loss_type",))
     is_replayed = loss is not None and loss.off_policy
     beside_a_robot = OF_ROBOTS if config.trains_beside_a_robot else ()
-    for key, wanted, reason in (*NEEDS, *(OF_EPISODES if is_replayed else OF_ROLLOUTS), *beside_a_robot):
+    for key, wanted, reason in (*NEEDS, *(OF_EPISODES if is_replayed else ()), *beside_a_robot):
         if value_of(config, key) != wanted:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"training from a store {reason}", f"set it to {shown}", shown, others=(URL,))

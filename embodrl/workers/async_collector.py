@@ -1,8 +1,8 @@
 """Rollouts that continue while the policy trains.
 
 Each pipeline stage has a thread that runs one shard after another: T chunks of the stage's environments from fresh
-episodes, or one workflow episode per environment. A StalenessGate decides when a shard may begin and which shards an
-update takes.
+episodes or branches of them, or one workflow episode per environment. A StalenessGate decides when a shard may begin
+and which shards an update takes.
 
 Shapes: T policy steps (chunks), B environments.
 """
@@ -79,7 +79,7 @@ def make_runners(
         return [*make_lockstep_runners(config, pool, engine, judging)]
     parts = pool.split(config.rollout.pipeline_stages)
     make = cast("Callable[..., EpisodeRunner]", WORKFLOW_RUNNERS.get(workflow_runner().name))
-    return [make(config, part, engine, judging.keep_frames) for part in parts]
+    return [make(config, part, engine, judging) for part in parts]
 
 
 @dataclass
@@ -334,12 +334,10 @@ class AsyncCollector:
         # A shard is determined by its number alone, so it is the same on any stage and after a resume.
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, self.num_parts)
-        seeds, task_ids = self.schedule.draw(iteration, epoch)
         size = self.schedule.num_envs // self.num_parts
         rows = slice(part * size, (part + 1) * size)
         # Group numbers are local to the shard: ``join_shards`` renumbers the groups of the whole batch.
-        groups = self.schedule.group_ids(0)[rows]
-        return Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
+        return self.schedule.shard(iteration, epoch, (self.config.runner.seed, number), rows)
 
     def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
         try:
@@ -484,7 +482,8 @@ _EPISODES = (
 def shard_settings(config: Config, num_runners: int) -> dict[str, object]:
     """Return the settings that shards depend on, by key, as decoded from JSON; other settings make shards unusable."""
     shaped = ("algorithm.gamma",) if config.env.reward_mode == "potential" else ()
-    return {**settings_read(config, "train", only=(*_EPISODES, *shaped)), PLAYERS: num_runners}
+    branched = ("algorithm.branch.",) if config.algorithm.branch.enabled else ()
+    return {**settings_read(config, "train", only=(*_EPISODES, *shaped, *branched)), PLAYERS: num_runners}
 
 
 def join_shards(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:

@@ -23,7 +23,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError, PipelineError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
-from embodrl.workers.lockstep import LockstepRunner, ShardMeta, combine_extras
+from embodrl.workers.lockstep import LockstepRunner, Shard, ShardMeta, combine_extras
 from embodrl.workers.outcomes import EpisodeStats
 from embodrl.workers.play import Seconds, take_turns
 from embodrl.workers.recorders import NOT_JUDGED, Judging
@@ -422,6 +422,12 @@ class EpisodeSchedule:
         # Drawn for the whole run, like the seeds.
         rng = np.random.default_rng([config.runner.seed, config.env.train.seed, iteration, epoch, _BRANCH_POINTS])
         return rng.integers(config.branch_chunks + 1, size=int(groups[-1]) + 1)[groups][self.rows]
+
+    def shard(self, iteration: int, epoch: int, random: Sequence[int], rows: slice = slice(None)) -> Shard:
+        """Return some environments' part of a rollout, with group ids as of the first one of an iteration."""
+        seeds, task_ids = self.draw(iteration, epoch)
+        points = self.branch_points(iteration, epoch)[rows] if self.config.algorithm.branch.enabled else None
+        return Shard(iteration, seeds[rows], task_ids[rows], self.group_ids(0)[rows], random, points=points)
 
     def group_ids(self, epoch: int) -> Tensor:
         """Return ``int64[b]`` of the share; group ids are unique across the rollouts of an iteration."""

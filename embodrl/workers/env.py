@@ -55,7 +55,8 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
         message += ", and env.train.start_from_demos repeats actions in single environments"
         hint = "derive it from SteppingEnv, or leave env.train.start_from_demos out"
         raise EnvError(message, hint, code="env-state-unsupported")
-    if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, not simulators
+    # An asynchronous run saves rollouts, not simulators.
+    if training and (config.runner.max_staleness == 0 or config.algorithm.branch.enabled):
         _check_state(config, pool)
     found = pool.call("check_episodes", restart=True)[0]
     codes = found if isinstance(found, list) else []

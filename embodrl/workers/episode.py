@@ -5,6 +5,7 @@ Shapes: n actions, t chunks, A action dimensions, S state dimensions, V cameras,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,3 +43,21 @@ class Episode:
     images: Tensor | None = None
     start_images: Tensor | None = None
     start_state: Tensor | None = None
+
+
+JUDGED = ("rewards", "success", "terminated", "truncated", "valid", "frames", "policy_version")
+"""Columns of a ``TrajectoryBatch`` that ``episode_of`` reads."""
+
+
+def episode_of(columns: Mapping[str, Tensor], task: str) -> Episode:
+    """Return an episode as far as it got, from the ``JUDGED`` columns ``[t,...]`` of its chunks with valid actions."""
+    valid = columns["valid"]
+    ended = (columns["terminated"] | columns["truncated"])[-1] & valid[-1]
+    return Episode(
+        rewards=columns["rewards"][valid],
+        success=bool(columns["success"][-1]),
+        finished=bool(ended.any()),
+        task=task,
+        frames=columns["frames"],
+        policy_version=columns["policy_version"],
+    )

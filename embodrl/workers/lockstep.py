@@ -37,6 +37,7 @@ class Shard:
         seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the first episode of each environment.
         group_id: ``int64[B]``, equal where episodes begin in the same initial state.
         first: number of its first episode among those that are drawn with ``random``.
+        points: ``int64[B]``, chunks before each episode starts, equal within a group; None starts all at resets.
     """
 
     iteration: int
@@ -45,6 +46,7 @@ class Shard:
     group_id: Tensor
     random: Sequence[int]
     first: int = 0
+    points: NDArray[np.int64] | None = None
 
 
 class ReplayedPrefix(NamedTuple):
@@ -204,16 +206,20 @@ class LockstepRunner:
         return states.num_steps
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
-        """Return all chunks of a shard, with ``shard_meta``.
+        """Return all chunks of a shard, with ``shard_meta``; its ``env_steps`` include those before branch points.
 
         Raises:
             InterruptedError: ``should_stop``, called before every chunk, returned True.
         """
+        if shard.points is not None:
+            self.rebuild()  # then a state restored by replay has only one episode to replay
         # Sampling depends on the shard alone, not on the stage or its history.
         self.begin(shard.seeds, shard.task_ids, self.engine.make_generators(shard.random))
+        prefix_steps = 0 if shard.points is None else self.branch(shard.points, should_stop)
         take_turns([self.play], should_stop)
         batch = self.stack(shard.group_id)
         batch.meta = dict(shard_meta(batch, self.stats, self.seconds))
+        batch.meta["env_steps"] += prefix_steps
         return batch
 
     def rebuild(self) -> None:

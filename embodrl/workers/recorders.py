@@ -7,7 +7,7 @@ cameras, H x W image, S state dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.specs import LOSSES
 from embodrl.types import CHOSEN, Observation, PolicyOutput
 from embodrl.workers.corrector import Corrector, ExpertCorrector, PersonCorrector
-from embodrl.workers.episode import Episode
+from embodrl.workers.episode import JUDGED, Episode, episode_of
 from embodrl.workers.experts import ScriptedExperts, load_experts
 from embodrl.workers.play import PlayedChunk, Recorder
 
@@ -369,21 +369,16 @@ class JudgeRecorder(Recorder):
         def of(name: str) -> Tensor:
             return torch.stack([steps[i][name][row] for i in chunks])
 
-        valid = of("valid")
         last = chunks[-1]
         seen = [self._seen[i] for i in chunks]
         images = torch.from_numpy(np.stack([each.images[row] for each in seen]))
-        ended = (of("terminated") | of("truncated"))[-1] & valid[-1]
+        columns = {name: images[:, 0] if name == "frames" else of(name) for name in JUDGED}
+        task = self.pool.spec.tasks[int(steps[last]["task_id"][row])]
         self._call_ids[last][row] = self.judge(
-            Episode(
-                rewards=of("rewards")[valid],
-                success=bool(steps[last]["success"][row]),
-                finished=bool(ended.any()),
-                task=self.pool.spec.tasks[int(steps[last]["task_id"][row])],
-                frames=images[:, 0],
-                policy_version=of("policy_version"),
+            replace(
+                episode_of(columns, task),
                 instruction=seen[-1].instruction[row],
-                actions=torch.from_numpy(np.stack([each.actions[row] for each in seen]))[valid],
+                actions=torch.from_numpy(np.stack([each.actions[row] for each in seen]))[columns["valid"]],
                 states=torch.from_numpy(np.stack([each.states[row] for each in seen])),
                 images=images,
                 start_images=torch.from_numpy(self._starts[row][0]),

@@ -28,7 +28,7 @@ from embodrl.envs.base import EnvSpec
 from embodrl.errors import CheckpointError, RewardError, user_location
 from embodrl.names import import_function
 from embodrl.user_code import exits_raise, raised_by_embodrl
-from embodrl.workers.episode import Episode
+from embodrl.workers.episode import JUDGED, Episode, episode_of
 from embodrl.workers.learned_reward import LearnedReward
 from embodrl.workers.recorders import Judging
 
@@ -303,19 +303,9 @@ class RewardWorker:
         return calls
 
     def _record(self, batch: TrajectoryBatch, episodes: Episodes, number: int) -> Episode:
-        assert batch.success is not None
         chunks = episodes.index == number
-        end = int(episodes.end[number])
-        column = int(episodes.column[number])
-        ended = (batch.terminated | batch.truncated)[end, column] & batch.valid[end, column]
-        return Episode(
-            rewards=batch.rewards[chunks][batch.valid[chunks]],
-            success=bool(batch.success[end, column]),
-            finished=bool(ended.any()),
-            task=self.tasks[int(batch.task_id[end, column])],
-            frames=_frames(batch, episodes, number),
-            policy_version=batch.policy_version[chunks],
-        )
+        task = self.tasks[int(episodes.of(batch.task_id)[number])]
+        return episode_of({name: batch[name][chunks] for name in JUDGED}, task)
 
 
 def _numbers_of(batch: TrajectoryBatch) -> list[int]:

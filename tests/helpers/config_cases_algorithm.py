@@ -161,10 +161,10 @@ ALGORITHMS = [
         names="rloo",
     ),
     Wrong(
-        "branches ahead of training",
-        "runner.max_staleness",
+        "branches in streams",
+        "rollout.streaming",
         "branches-can-be-compared",
-        ("runner.max_staleness=1", *BRANCH),
+        ("rollout.streaming=true", "runner.max_staleness=1", "env.train.auto_reset=false", *BRANCH),
     ),
     Wrong(
         "branches of a workflow",

@@ -5,8 +5,10 @@ for that chunk: if the process waited for rewards, or called for them after the 
 """
 
 import threading
+from dataclasses import replace
 
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.workers.workflows.workflow import ChunkWorkflow
 
 CHUNKS = 4  # of a rollout of runs.TINY
 PATIENCE_S = 60.0
@@ -30,7 +32,18 @@ if NativeRolloutEngine.act.__name__ != "_act":
 def meets_the_last_chunk(episode):
     began.set()
     assert acted.wait(PATIENCE_S), "the rollout waits for a reward"
-    return everything(episode)
+    return everything(episode) if episode.images is not None else float(len(episode.frames))
+
+
+class OneEndsEarly(ChunkWorkflow):
+    """Ends the first episode of a process that is trained on after one chunk."""
+
+    ended = False
+
+    async def run_episode(self, engine, env, task):
+        if task.keep_frames and not self.ended:
+            self.ended, task = True, replace(task, max_chunks=1)
+        return await super().run_episode(engine, env, task)
 
 
 def everything(episode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 import torch
 from runs import TINY
 
+from embodrl import Session
 from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.types import Observation, PolicyOutput
+from embodrl.workers.async_collector import AsyncCollector, make_runners
 from embodrl.workers.collector import EpisodeSchedule, SyncCollector
 from embodrl.workers.env import make_pool
 from embodrl.workers.policy import build_policy
@@ -31,15 +34,15 @@ SETTINGS = (
 )
 
 
-def config_of(tmp_path: Path) -> Config:
+def config_of(tmp_path: Path, *overrides: str) -> Config:
     path = tmp_path / "tiny.yaml"
     path.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
-    return load_config(list(SETTINGS), path).config
+    return load_config([*SETTINGS, *overrides], path).config
 
 
-def gather(config: Config, engine: Any) -> TrajectoryBatch:
+def gather(config: Config, engine: Any, iteration: int = 1) -> TrajectoryBatch:
     with make_pool(config, NUM_ENVS) as pool:
-        return SyncCollector(config, pool, engine, lambda: False).gather(1)[0]
+        return SyncCollector(config, pool, engine, lambda: False).gather(iteration)[0]
 
 
 class Seeing:
@@ -59,6 +62,11 @@ class Seeing:
 
     def random_state(self) -> list[str]:
         return []
+
+    def make_generators(self, numbers: object) -> None:
+        return None
+
+    def update_weights(self, weights: object, version: int) -> None: ...
 
     def offload(self) -> None: ...
 
@@ -83,6 +91,37 @@ def test_all_members_begin_bit_identically_in_the_midst_of_an_episode(tmp_path: 
         assert torch.equal(column, column[:, leaders.tolist()]), name
     assert batch.valid.any(-1).sum(0).tolist() == (CHUNKS - points).tolist()
     assert batch.meta["env_steps"] == (points[::GROUP].sum() + (CHUNKS - points).sum()) * CHUNK
+
+
+def test_rollouts_that_run_ahead_begin_where_those_in_turns_do(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    wanted = [gather(config, Seeing(), iteration) for iteration in range(2)]
+    ahead = config_of(tmp_path, "runner.max_staleness=1")
+    policy: Any = Seeing()
+    with make_pool(ahead, NUM_ENVS) as pool:
+        schedule = EpisodeSchedule(ahead, NUM_ENVS, 2)
+        worker = AsyncCollector(ahead, schedule, make_runners(ahead, pool, policy), policy, lambda: False)
+        with closing(worker):
+            for iteration, expected in enumerate(wanted):
+                batch, _ = worker.gather(iteration)
+                for name in ("rewards", "valid", "terminated", "truncated", "success", "task_id"):
+                    assert torch.equal(batch[name], expected[name]), name
+                assert not batch.valid[-1].any(-1).all(), "some begin within an episode"
+                assert batch.meta["env_steps"] == expected.meta["env_steps"]
+                worker.update_weights([], iteration + 1)
+
+
+def test_a_session_trains_on_branches_of_rollouts_that_run_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.replace("extensions: [stop_at]", "").replace("critic_warmup_iterations: 1, ", ""))
+    ahead = ("runner.max_staleness=1", "algorithm.decoupled.enabled=true", f"runner.output_dir={tmp_path / 'run'}")
+    with Session(path, [*SETTINGS, *ahead]) as session:
+        for _ in range(2):
+            batch = session.rollout()
+            assert batch.valid[0].any(-1).all() and not batch.valid[-1].any(-1).all()
+            assert batch.meta["env_steps"] > int(batch.valid.sum())
+            session.train(batch, session.advantages(batch))
+            assert session.sync()["staleness/max"] <= 1
 
 
 def test_the_same_seed_gives_the_same_rollout(tmp_path: Path) -> None:

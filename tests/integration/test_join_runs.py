@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,9 +20,11 @@ from redis_server import fake_redis, redis_cluster, redis_server
 from tcp_proxy import TcpProxy
 
 from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.store.join import load_joined
 from embodrl.store.rollout_shards import ROLLOUTS, SETTINGS, TAKEN, Ledger
 from embodrl.store.shards import place_of
 from embodrl.store.store import Store
+from embodrl.workers.collector import EpisodeSchedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -204,6 +207,36 @@ def test_two_training_processes_learn_from_who_joined(tmp_path: Path) -> None:
         assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
         assert joined.wait() == 0, (tmp_path / "join.log").read_text()
     assert [row["iteration"] for row in runs.metrics(run_dir)] == list(range(4))
+
+
+@pytest.mark.timeout(240)
+def test_a_run_learns_from_branches_of_who_joined(tmp_path: Path) -> None:
+    config, run_dir, store = tmp_path / "config.yaml", tmp_path / "run", Store(str(tmp_path / "store"))
+    config.write_text(CONFIG.replace("ppo_gaussian", "branch").replace("auto_reset: true", "auto_reset: false"))
+    branched = [
+        "algorithm.group_size=4",
+        "algorithm.rollout_epoch=1",
+        "env.max_episode_steps=10",
+        "env.train.ignore_terminations=true",
+    ]
+    branched += [f"store.url={store.url}", "runner.max_iterations=3", "runner.output_dir=" + str(run_dir)]
+    with ExitStack() as closing:
+        trainer = closing.enter_context(started(tmp_path, "train", "--config", config, *branched))
+        until(lambda: Path(store.url, SETTINGS, "STABLE").is_file(), trainer)
+        joined = closing.enter_context(started(tmp_path, "join", store.url, f"store.spool_dir={tmp_path / 'spool'}"))
+        assert trainer.wait() == 0, (tmp_path / "train.log").read_text()
+        assert joined.wait() == 0, (tmp_path / "join.log").read_text()
+        made = load_joined(store.url, []).config
+    train = made.env.train.model_copy(update={"seed": made.env.train.seed + zlib.crc32(b"collector-0")})
+    made = made.model_copy(update={"env": made.env.model_copy(update={"train": train})})
+    rows = runs.metrics(run_dir)
+    count = 3 + int(rows[-1]["staleness/rejected_shards"])
+    points = [EpisodeSchedule(made, 8, 1).branch_points(number, 0) for number in range(count)]
+    chunk = made.model.num_action_chunks
+    # Each leader plays the way to its branch, each environment the rest of the episode.
+    steps = [chunk * int(each[::4].sum()) + int((10 - chunk * each).sum()) for each in points]
+    assert len(rows) == 4 and any(each.any() for each in points)
+    assert rows[-1]["env_steps"] == sum(steps), "those of rejected ones count, too"
 
 
 @pytest.mark.timeout(240)

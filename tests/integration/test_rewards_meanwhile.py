@@ -43,6 +43,15 @@ def test_ahead_of_training(config: Path, tmp_path: Path, where: str) -> None:
     assert all(row["reward/mean"] > len("reach the") for row in rows[1:]), "its instruction is known"
 
 
+@pytest.mark.parametrize("where", [(TWO,), AHEAD, (TWO, *AHEAD)])
+@pytest.mark.long
+def test_episodes_of_workflows_are_judged_while_others_play(config: Path, tmp_path: Path, where: tuple[str]) -> None:
+    alone = ("rollout.workflow=meanwhile_reward:OneEndsEarly", "env.train.auto_reset=false", "env.max_episode_steps=12")
+    rows = rows_of(config, tmp_path / "run", JUDGED, *alone, *where)
+    assert [row["reward/errors"] for row in rows[1:]] == [0, 0]
+    assert 1 < rows[1]["reward/mean"] < rows[2]["reward/mean"] == 4, "chunks of an episode"
+
+
 @pytest.mark.long
 def test_errors_come_from_rollout_processes_as_from_one(tmp_path: Path) -> None:
     config = tmp_path / "tiny.yaml"

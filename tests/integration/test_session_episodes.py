@@ -47,6 +47,27 @@ def session_of(tmp_path: Path, *settings: str) -> Iterator[embodrl.Session]:
         yield session
 
 
+judging = threading.Event()
+
+
+def length(episode: embodrl.Episode) -> float:
+    judging.set()
+    return float(len(episode.frames))
+
+
+def test_an_episode_is_judged_while_another_plays(tmp_path: Path) -> None:
+    with session_of(tmp_path, "reward.fn=test_session_episodes:length", "env.train.total_num_envs=2") as session:
+        episodes, workflow = session.episodes(), Held("slow")
+        judging.clear()
+        episodes.submit({"name": "slow"}, workflow)
+        episodes.submit({"name": "fast"}, workflow)
+        (fast,) = episodes.wait(1, LONG_S)
+        assert fast.task.data["name"] == "fast" and judging.wait(LONG_S)
+        workflow.allowed.set()
+        given = session.rollout(episodes.batch([fast, *episodes.wait(1, LONG_S)]))
+        assert given.rewards.sum(dim=(0, 2)).tolist() == given.valid.any(-1).sum(0).tolist()
+
+
 def test_episodes_come_as_they_end_and_none_begins_while_paused(tmp_path: Path) -> None:
     with session_of(tmp_path) as session:
         episodes, workflow = session.episodes(), Held("slow")

@@ -219,7 +219,7 @@ BRANCH = "algorithm.branch.enabled"
 
 @rule(
     *("algorithm.branch", "algorithm.adv_type", "algorithm.by_task"),
-    *("runner.max_staleness", "rollout.workflow", "env.env_type"),
+    *("rollout.streaming", "rollout.workflow", "env.env_type"),
 )
 def branches_can_be_compared(context: Context) -> Iterator[Finding]:
     """Branching episodes are compared within their groups, in lockstep, from exactly restorable states."""
@@ -231,9 +231,9 @@ def branches_can_be_compared(context: Context) -> Iterator[Finding]:
             message = f"adv_type '{spec.name}' does not compare the episodes that continue from one state"
             able = ", ".join(name for name in ADVANTAGES if ADVANTAGES.entry(name).needs_groups)
             yield Finding(key, message, "set it to rloo, as algorithm=branch does", able, others=(BRANCH,))
-    if config.runner.max_staleness:
-        message = "a group branches before its rollout, but rollouts that run ahead begin at resets"
-        yield Finding("runner.max_staleness", message, "set it to 0", "0", others=(BRANCH,))
+    if config.rollout.streaming:
+        message = "begins the episodes of each group at a reset"
+        yield Finding("rollout.streaming", message, "set it to false", "false", others=(BRANCH,))
     if config.rollout.workflow is not None:
         message = "a workflow begins episodes itself, at resets"
         yield Finding("rollout.workflow", message, "leave it out", "null", others=(BRANCH,))

@@ -21,6 +21,7 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine
 from embodrl.names import agents_of, nearest
 from embodrl.workers.lockstep import Seconds, shard_meta
+from embodrl.workers.recorders import Judging
 from embodrl.workers.workflows.async_pool import AsyncPool
 from embodrl.workers.workflows.runner import WorkflowRunner
 from embodrl.workers.workflows.task_runner import AsyncTaskRunner
@@ -57,11 +58,11 @@ class EpisodePlayer:
 
     Args:
         pool: started pool without auto-reset, which nothing else uses while episodes run.
-        keep_frames: rewards judge frames.
+        judging: requirements of the rewards.
     """
 
-    def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> None:
-        self._runner = WorkflowRunner(config, pool, engine, keep_frames)
+    def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, judging: Judging) -> None:
+        self._runner = WorkflowRunner(config, pool, engine, judging)
         self._pool = AsyncPool(pool)
         self._engine = BatchedEngine(
             engine, self._runner.needs_values, pool.spec.num_envs, (config.runner.seed, _SUBMITTED)
@@ -151,7 +152,7 @@ class EpisodePlayer:
             )
         found = [each.trajectory for each in episodes]
         groups = torch.arange(len(found)) // size
-        batch = stack_trajectories(found, runner.num_steps, groups, runner.bootstrap, runner.keep_frames)
+        batch = stack_trajectories(found, runner.num_steps, groups, runner.bootstrap, runner.judging)
         failed = sum(each.error is not None for each in episodes)
         total = Seconds(self._pool.busy_s(), self._engine.busy_s)
         seconds = Seconds(total.env - self._counted.env, total.policy - self._counted.policy)
@@ -184,8 +185,8 @@ class EpisodePlayer:
         if not isinstance(seed, int | np.integer) or not 0 <= seed < _SEEDS:
             hint = f"give an integer from 0 to {_SEEDS - 1}"
             raise EmbodrlError(f"an episode has the seed {seed!r:.40}", hint, code="episode-seed")
-        version = runner.engine.version
-        return EpisodeTask(name, names.index(name), int(seed), runner.num_steps, version, runner.keep_frames, data)
+        version, frames = runner.engine.version, runner.judging.keep_frames
+        return EpisodeTask(name, names.index(name), int(seed), runner.num_steps, version, frames, data)
 
     async def _play(self, task: EpisodeTask, number: int, workflow: RolloutWorkflow | None) -> Trajectory | None:
         env = self._free.popleft()  # there is one for each running task

@@ -34,7 +34,7 @@ class WorkflowEvaluator(Evaluator):
         # Engines without generators by row draw from these through all waves, as in lockstep.
         generators = self.engine.make_generators([self.config.env.eval.seed]) if decoding == "sampled" else None
         make = partial(DecidingEngine, self.engine, decoding, self.pool.spec.num_envs, generators)
-        runner = WorkflowRunner(self.config, self.pool, self.engine, keep_frames=False)
+        runner = WorkflowRunner(self.config, self.pool, self.engine)
         return lambda wave, recorder: self._play_workflow(runner, make, wave, recorder)
 
     def _play_workflow(

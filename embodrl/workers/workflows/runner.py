@@ -30,7 +30,7 @@ from embodrl.workers.workflows.agent import AgentWorkflow
 from embodrl.workers.workflows.async_pool import AsyncPool
 from embodrl.workers.workflows.task_runner import AsyncTaskRunner, TaskResult
 from embodrl.workers.workflows.team import Played, checked, columns_of, count
-from embodrl.workers.workflows.workflow import BEYOND_REPAIR, EpisodeTask, RolloutWorkflow, stack_trajectories
+from embodrl.workers.workflows.workflow import BEYOND_REPAIR, EpisodeTask, RolloutWorkflow, judged, stack_trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ class WorkflowRunner:
         config: Config,
         pool: EnvPool,
         engine: RolloutEngine,
-        keep_frames: bool,
+        judging: Judging = NOT_JUDGED,
         workflow: RolloutWorkflow | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
         self.engine = engine
-        self.keep_frames = keep_frames
+        self.judging = judging
         if workflow is None:
             assert config.rollout.workflow is not None
             workflow = cast("RolloutWorkflow", import_workflow(config.rollout.workflow))
@@ -105,7 +105,7 @@ class WorkflowRunner:
             if tally.attempts == MAX_ATTEMPTS or tally.failed - failed == self.num_envs:
                 raise self.nothing_left(tally) from tally.first_error
         columns, groups = columns_of(episodes, len(self.agents) or 1, shard.group_id)
-        batch = stack_trajectories(columns, self.num_steps, groups, self.bootstrap, self.keep_frames)
+        batch = stack_trajectories(columns, self.num_steps, groups, self.bootstrap, self.judging)
         batch.meta = shard_meta(batch, self.count(episodes), tally.seconds) | {
             "counts": {"workflow/failed_episodes": tally.failed, "workflow/rejected_episodes": tally.rejected},
             "means": means,
@@ -134,7 +134,7 @@ class WorkflowRunner:
         """Return the episodes, None where an episode failed or was rejected, and means for the metrics."""
         names = self.pool.spec.tasks
         episodes = [
-            EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration, self.keep_frames)
+            EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration, self.judging.keep_frames)
             for seed, task_id in zip(shard.seeds.tolist(), shard.task_ids.tolist(), strict=True)
         ]
         with ExitStack() as stack:
@@ -170,11 +170,12 @@ class WorkflowRunner:
     async def run_episode(
         self, engine: EpisodeEngine, env: Environment, task: EpisodeTask, workflow: RolloutWorkflow | None = None
     ) -> Played | None:
-        """Return what a workflow makes of an episode, checked; None uses the runner's workflow.
+        """Return what a workflow makes of an episode, checked, while it is judged; None uses the runner's workflow.
 
         Raises:
             EpisodeTimeout: it took longer than ``rollout.episode_timeout_s``.
             WorkflowError: it returned no trajectory, not those of its agents, or one that is too long.
+            EmbodrlError: its trajectory lacks the frames to judge.
         """
         workflow = workflow or self.workflow
         limit = self.config.rollout.episode_timeout_s
@@ -189,7 +190,12 @@ class WorkflowRunner:
                 f"an episode took more than {limit:g} s",
                 "find the call that it waits for, or raise rollout.episode_timeout_s (null: no limit)",
             ) from error
-        return None if returned is None else checked(returned, agents_of(workflow), task, type(workflow).__name__)
+        if returned is None:
+            return None
+        played = checked(returned, agents_of(workflow), task, type(workflow).__name__)
+        if (judge := self.judging.judge) is None:
+            return played
+        return tuple(judged(each, self.num_steps, self.pool.spec.tasks, judge) for each in played)
 
     def _wait(self, runner: AsyncTaskRunner, count: int, should_stop: Callable[[], bool]) -> list[TaskResult]:
         results: list[TaskResult] = []
@@ -253,7 +259,7 @@ class WorkflowCollector(SyncCollector):
         workflow: RolloutWorkflow | None = None,
     ) -> None:
         super().__init__(config, pool, engine, should_stop, judging, share)
-        self.episode_runner = WorkflowRunner(config, pool, engine, judging.keep_frames, workflow)
+        self.episode_runner = WorkflowRunner(config, pool, engine, judging, workflow)
         self._metas: list[ShardMeta] = []
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:

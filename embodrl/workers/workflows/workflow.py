@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from embodrl.algorithms.episodes import split_episodes
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.environment import Environment, ToolResult
 from embodrl.errors import EmbodrlError, EnvQuarantined, EnvRaised, EnvTimeout, EnvWorkerDied, RolloutEngineError
 from embodrl.hybrid_engines.rollout.batched import Completion, EpisodeEngine
 from embodrl.models.common.chat import Message
 from embodrl.types import Observation, PolicyOutput
+from embodrl.workers.episode import JUDGED, episode_of
+from embodrl.workers.recorders import NOT_JUDGED, Judge, Judging
 
 BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
 """Errors of an episode that end the run."""
@@ -60,6 +64,7 @@ class Chunk:
         success: the task has been solved at some step of the episode.
         policy_version: number of updates behind the policy.
         frame: ``uint8[H,W,3]``, first-camera image afterwards; None where it is not wanted.
+        call_id: number of the reward call that judges the episode which ends here; -1 for none.
     """
 
     forward_inputs: dict[str, Tensor]
@@ -72,6 +77,7 @@ class Chunk:
     success: bool
     policy_version: int
     frame: Tensor | None = None
+    call_id: int = -1
 
 
 @dataclass
@@ -252,7 +258,7 @@ def stack_trajectories(
     num_steps: int,
     group_id: Tensor,
     bootstrap: bool = True,
-    keep_frames: bool = False,
+    judging: Judging = NOT_JUDGED,
 ) -> TrajectoryBatch:
     """Return the batch ``[T,B]`` of trajectories, padded with invalid chunks.
 
@@ -264,7 +270,7 @@ def stack_trajectories(
         num_steps: T.
         group_id: ``int64[B]``, equal where episodes began in the same initial state.
         bootstrap: use the values of last observations where episodes were truncated.
-        keep_frames: include the column ``frames``.
+        judging: whether the columns ``frames`` and ``call_id`` are included.
 
     Raises:
         EmbodrlError: a trajectory is longer than T or lacks required frames, or there is none.
@@ -273,7 +279,7 @@ def stack_trajectories(
     if template is None:
         raise EmbodrlError("there is no trajectory to stack", "return at least one", code="workflow-trajectory")
     executed = [t if t is not None and t.chunks else None for t in trajectories]
-    columns = [_column(trajectory, template, num_steps, bootstrap, keep_frames) for trajectory in executed]
+    columns = [_column(trajectory, template, num_steps, bootstrap, judging) for trajectory in executed]
     inputs = {
         name: torch.stack([column["forward_inputs"][name] for column in columns], dim=1)
         for name in columns[0]["forward_inputs"]
@@ -285,7 +291,7 @@ def stack_trajectories(
 
 
 def _column(
-    trajectory: Trajectory | None, template: Trajectory, num_steps: int, bootstrap: bool, keep_frames: bool
+    trajectory: Trajectory | None, template: Trajectory, num_steps: int, bootstrap: bool, judging: Judging
 ) -> dict[str, Any]:
     """Return the columns ``[T,...]`` of one episode, with ``values [T+1,K]``."""
     executed = trajectory or Trajectory(template.task, template.chunks[:1])
@@ -306,8 +312,7 @@ def _column(
         zeros["truncated"][0, 0] = True
         values = torch.zeros_like(values)
     else:
-        if not trajectory.done and len(chunks) < num_steps and chunks[last].valid.any():
-            zeros["truncated"][last, int(chunks[last].valid.nonzero()[-1])] = True
+        zeros["truncated"][: len(chunks)] = _truncated(trajectory, num_steps)
         if trajectory.end_value is not None:
             if not zeros["truncated"][last].any():
                 values[-1] = trajectory.end_value
@@ -318,11 +323,12 @@ def _column(
     kept: Mapping[str, list[Tensor]] = {
         "success": [torch.tensor(chunk.success and trajectory is not None) for chunk in chunks],
         "policy_version": [torch.tensor(chunk.policy_version) for chunk in chunks],
-        **({"frames": _frames(executed)} if keep_frames else {}),
+        **({"frames": _frames(executed)} if judging.keep_frames else {}),
     }
     return {
         **zeros,
         **{name: _filled(column, num_steps) for name, column in kept.items()},
+        **({"call_id": _call_ids(trajectory, num_steps)} if judging.judge is not None else {}),
         "task_id": torch.full((num_steps,), executed.task.task_id, dtype=torch.int64),
         "values": values,
         "bootstrap_values": bootstrap_values,
@@ -333,6 +339,49 @@ def _column(
             for name in chunks[0].forward_inputs
         },
     }
+
+
+def judged(trajectory: Trajectory, num_steps: int, tasks: Sequence[str], judge: Judge) -> Trajectory:
+    """Have what a workflow returned judged; return it with the ``call_id`` of its chunks.
+
+    Args:
+        trajectory: of at most ``num_steps`` chunks. Like a batch's column it is one episode, or several if actions
+            follow the end of one.
+        num_steps: T.
+        tasks: task names.
+        judge: see ``Judging``.
+
+    Raises:
+        EmbodrlError: the trajectory lacks frames.
+    """
+    chunks = [replace(chunk, call_id=-1) for chunk in trajectory.chunks]
+    returned = copy(trajectory)  # the workflow may keep its own
+    returned.chunks = chunks
+    if not chunks:
+        return returned
+    columns = {name: torch.stack([torch.as_tensor(getattr(chunk, name)) for chunk in chunks]) for name in _OF_CHUNKS}
+    columns |= {"truncated": _truncated(trajectory, num_steps), "frames": torch.stack(_frames(trajectory))}
+    ends = (columns[name][:, None] for name in ("valid", "terminated", "truncated"))
+    episodes = split_episodes(*ends)
+    for number, end in enumerate(episodes.end.tolist()):
+        of_episode = episodes.index[:, 0] == number
+        episode = episode_of({name: columns[name][of_episode] for name in JUDGED}, tasks[trajectory.task.task_id])
+        chunks[end].call_id = judge(episode)
+    return returned
+
+
+def _truncated(trajectory: Trajectory, num_steps: int) -> Tensor:
+    """Return ``truncated`` of the chunks, ``bool[t,C]``; also where the workflow cut the episode off."""
+    chunks = trajectory.chunks
+    truncated = torch.stack([chunk.truncated for chunk in chunks])
+    if not trajectory.done and len(chunks) < num_steps and chunks[-1].valid.any():
+        truncated[-1, int(chunks[-1].valid.nonzero()[-1])] = True
+    return truncated
+
+
+def _call_ids(trajectory: Trajectory | None, num_steps: int) -> Tensor:
+    numbers = [] if trajectory is None else [chunk.call_id for chunk in trajectory.chunks]
+    return torch.tensor(numbers + [-1] * (num_steps - len(numbers)), dtype=torch.int64)
 
 
 def _frames(trajectory: Trajectory) -> list[Tensor]:
@@ -346,6 +395,7 @@ def _frames(trajectory: Trajectory) -> list[Tensor]:
     return frames
 
 
+_OF_CHUNKS = [name for name in JUDGED if name not in ("frames", "truncated")]
 _ZERO_AFTER = ("logprobs", "values", "rewards", "valid", "terminated", "truncated")
 
 

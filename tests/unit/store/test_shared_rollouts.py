@@ -269,7 +269,6 @@ def test_a_ledger_by_hand() -> None:
     ("key", "settings"),
     [
         ("runner.save_interval", ("runner.save_interval=2",)),
-        ("algorithm.branch.enabled", ("algorithm.branch.enabled=true", "algorithm.group_size=2")),
         ("env.train.failed_seed_fraction", ("env.train.failed_seed_fraction=0.5",)),
         ("rollout.pipeline_stages", ("rollout.pipeline_stages=2", "env.num_processes=2")),
         ("rollout.workflow", ("rollout.workflow=two_agents:Pilots", "env.train.auto_reset=false")),

@@ -278,6 +278,8 @@ def test_shards_depend_on_all_that_their_episodes_do(setting: str) -> None:
     assert list(changes(record_of(before), now)) == [setting.partition("=")[0]]
     learning = ["actor.optim.lr=0.1", "algorithm.clip_ratio_high=0.3", "runner.max_iterations=99", "env.eval.seed=3"]
     assert shard_settings(load_config([*base, *learning]).config, 1) == before
+    shorter = load_config([*base, "algorithm=branch", "algorithm.branch.max_chunks=1"]).config
+    assert shard_settings(shorter, 1)["algorithm.branch.max_chunks"] == 1
 
 
 def test_an_update_that_asks_twice_gets_the_same_rollouts(started: Any) -> None:

@@ -19,7 +19,7 @@ from embodrl.errors import EnvError
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.env import check_environments
-from embodrl.workers.lockstep import LockstepRunner
+from embodrl.workers.lockstep import LockstepRunner, Shard
 from embodrl.workers.play import take_turns
 
 CHUNK, LIMIT, NUM_ENVS = 2, 4, 4  # actions in a chunk, chunks in an episode
@@ -124,6 +124,9 @@ class Counter:
     def random_state(self) -> list[str]:
         return []
 
+    def make_generators(self, numbers: object) -> None:
+        return None
+
     def offload(self) -> None: ...
 
 
@@ -147,6 +150,35 @@ def test_members_continue_from_the_leader_and_are_each_others_baseline() -> None
     # Returns from the branch point on: 15 and 45, 24 and 34.
     found = compute_advantages(batch, config.algorithm).advantages[..., 0]
     assert found.tolist() == [[-30, 30, -10, 10], [-30, 30, 0, 0], [-30, 30, 0, 0], [0, 0, 0, 0]]
+
+
+def test_a_shard_of_rollouts_that_run_ahead_branches_alike() -> None:
+    points, groups = [1, 1, 3, 3], torch.tensor([0, 0, 1, 1])
+    wanted, num_steps, _ = play(config_of(), points, Adder())
+    env = Adder()
+    stage: Any = LockstepRunner(config_of(), env, Counter(), slice(0, NUM_ENVS))  # pyright: ignore[reportArgumentType]
+    shard = Shard(0, SEEDS, TASKS, groups, (7, 0), points=np.array(points))
+    for _ in range(2):  # whatever the stage has played before
+        stage.engine.seen.clear()
+        batch = stage.roll_out(shard, lambda: False)
+        for name in ("rewards", "valid", "terminated", "group_id"):
+            assert torch.equal(batch[name], wanted[name]), name
+        assert batch.meta["env_steps"] == int(wanted.valid.sum()) + num_steps == (8 + 4) * CHUNK
+    assert env.called == ["rebuild", "reset"] * 2
+    from_resets = stage.roll_out(Shard(0, SEEDS, TASKS, groups, (7, 0)), lambda: False)
+    assert from_resets.valid.all() and from_resets.meta["env_steps"] == NUM_ENVS * LIMIT * CHUNK
+
+
+def test_a_shard_has_the_points_of_its_part_of_a_rollout() -> None:
+    schedule = EpisodeSchedule(config_of(), NUM_ENVS, 1)
+    points = schedule.branch_points(5, 1)
+    shards = [schedule.shard(5, 1, (0, place), slice(2 * place, 2 * place + 2)) for place in range(2)]
+    assert [shard.points.tolist() for shard in shards if shard.points is not None] == points.reshape(2, 2).tolist()
+    seeds, tasks = schedule.draw(5, 1)
+    assert np.concatenate([shard.seeds for shard in shards]).tolist() == seeds.tolist()
+    assert np.concatenate([shard.task_ids for shard in shards]).tolist() == tasks.tolist()
+    whole = EpisodeSchedule(config_of("algorithm=rloo", "algorithm.branch.enabled=false"), NUM_ENVS, 1).shard(5, 1, ())
+    assert whole.points is None and whole.seeds.tolist() == seeds.tolist()
 
 
 @pytest.mark.parametrize(
@@ -198,13 +230,14 @@ def test_branch_points_are_uniform_equal_within_a_group_and_new_in_every_rollout
 
 
 @pytest.mark.parametrize("question", ["check_state", "check_row_state"])
-def test_simulators_that_cannot_tell_their_state_are_refused(question: str) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_simulators_that_cannot_tell_their_state_are_refused(question: str, ahead: int) -> None:
     class Stateless(Adder):
         def call(self, method: str, *, restart: bool = False) -> Any:
             return ["World keeps no state" if method == question else []]
 
     with raises_code("env-state-unsupported", EnvError, "algorithm.branch"):
-        check_environments(config_of(), Stateless())  # pyright: ignore[reportArgumentType]
+        check_environments(config_of(f"runner.max_staleness={ahead}"), Stateless())  # pyright: ignore[reportArgumentType]
 
 
 def test_an_environment_tells_whether_it_keeps_states_of_single_rows() -> None:

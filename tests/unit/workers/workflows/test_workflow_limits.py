@@ -184,4 +184,4 @@ def test_frames_are_kept_where_they_are_wanted(pool: EnvPool, keep: bool) -> Non
     assert all((frame is not None) == keep for frame in frames) and (batch.frames is not None) == keep
     if not keep:
         with raises_code("workflow-trajectory"):
-            stack_trajectories(workflow.played, 4, torch.zeros(NUM_ENVS).long(), keep_frames=True)
+            stack_trajectories(workflow.played, 4, torch.zeros(NUM_ENVS).long(), judging=Judging(True))
