@@ -266,6 +266,13 @@ CLUSTER = [
         ("actor.optim.fn=torch.optim:SGD", "actor.optim.arguments={momentun: 0.9}"),
     ),
     Wrong(
+        "a teacher of another family by megatron",
+        "algorithm.teacher",
+        "megatron-has-copies-for-teachers",
+        ("algorithm.teacher={tmp}/teacher", "algorithm.kl.coef=0.1", *MEGATRON),
+        more=MEGATRON_MISSING,
+    ),
+    Wrong(
         "heads that can't be shared out",
         "actor.tensor_parallel_size",
         "megatron-cuts-evenly",

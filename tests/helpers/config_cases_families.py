@@ -120,8 +120,15 @@ FAMILIES = [
     Wrong(
         "an L1 head under PPO",
         "model.action_head",
-        "l1-head-has-no-density",
+        "continuous-head-has-no-density",
         ("model.action_head=l1", "model=openvla_oft", "model.warm_start=null"),
+    ),
+    Wrong(
+        "more steps than the diffusion head knows",
+        "model.denoising_steps",
+        "denoising-is-no-longer-than-diffusion",
+        ("model.denoising_steps=60", "model.action_head=diffusion", "model=openvla_oft", "model.warm_start=null"),
+        more=("model.action_head",),
     ),
     Wrong(
         "weights that are not shipped",

@@ -16,7 +16,7 @@ from replay_frames import buffer_of
 from tiny_families import observation
 from tiny_training import largest_difference, tiny_rollout
 from torch.distributed.device_mesh import init_device_mesh
-from updates import reference_logprobs, update
+from updates import on_policy, update
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
@@ -99,8 +99,7 @@ class Comparer(Worker):
         self, config: Config, learn: Callable[[PolicyTrainEngine], tuple[Metrics, EngineState]]
     ) -> dict[str, float]:
         configure_torch(config)
-        options = EngineOptions(config.actor, 4, config.algorithm.kl.coef > 0)
-        native = NativeTrainEngine(build_policy(config), options, "cpu")
+        native = NativeTrainEngine(build_policy(config), EngineOptions.of(config), "cpu")
         whole, theirs = learn(native)
         cut, mine = learn(self._cut(config))
         assert mine.state == theirs.state and mine.tensors.keys() == theirs.tensors.keys()
@@ -257,8 +256,7 @@ class Comparer(Worker):
         configure_torch(config)
         size = config.actor.tensor_parallel_size
         mesh = init_device_mesh("cpu", (self.world_size // size, size), mesh_dim_names=("dp", "tp"))
-        keep = config.algorithm.kl.coef > 0
-        return FsdpTrainEngine(build_policy(config), EngineOptions(config.actor, 4, keep), mesh)
+        return FsdpTrainEngine(build_policy(config), EngineOptions.of(config), mesh)
 
     def _native(
         self, family: str, config: Config, num_rollouts: int
@@ -267,8 +265,7 @@ class Comparer(Worker):
         configure_torch(config)
         policy = build_policy(config)
         batches = [tiny_rollout(family, policy, config, seed) for seed in range(num_rollouts)]
-        keep = config.algorithm.kl.coef > 0
-        return NativeTrainEngine(policy, EngineOptions(config.actor, 4, keep), "cpu"), batches
+        return NativeTrainEngine(policy, EngineOptions.of(config), "cpu"), batches
 
 
 def apart(mine: PolicyTrainEngine, theirs: PolicyTrainEngine) -> float:
@@ -297,7 +294,7 @@ def update_all(engine: PolicyTrainEngine, batches: list[TrajectoryBatch], config
     found: list[Metrics] = []
     for number, batch in enumerate(batches):
         if config.algorithm.kl.coef > 0:
-            batch = batch.replace(ref_logprobs=reference_logprobs(engine, batch, config.algorithm))
+            batch = batch.replace(ref_logprobs=on_policy(engine, config).reference_logprobs(batch))
         advantages = compute_advantages(batch, config.algorithm)
         generator = torch.Generator().manual_seed(number)
         found.append(update(engine, batch, advantages, config.algorithm, generator))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from embodrl.config import load_config
 from embodrl.errors import UsageError
 from embodrl.session import started
+from embodrl.workers.policy import build_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # several runs each, of two processes
 HELPER = HERE / "controller.py"
@@ -155,6 +156,30 @@ def test_sharded_weights_train_as_whole_ones_and_outlive_a_controller(tmp_path: 
         assert outcome.code == 0, outcome.stderr
     found = load_file(run / "checkpoints" / "step_3" / "policy.safetensors")
     assert all(torch.equal(weight, first[name]) for name, weight in found.items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "own", [(), ("actor.training_backend=fsdp", "actor.micro_batch_size=4")], ids=["whole", "fsdp"]
+)
+def test_every_controller_has_a_teacher_of_another_size(own: tuple[str, ...], tmp_path: Path) -> None:
+    """The KL, its gradients and the weights are those of one process with all environments."""
+    config = load_config(["model.architecture.hidden_size=64"], config_in(tmp_path)).config
+    build_policy(config).save_pretrained(tmp_path / "teacher")
+    settings = (
+        *SETTINGS,
+        "runner.max_iterations=2",
+        "algorithm.kl.coef=0.1",
+        f"algorithm.teacher={tmp_path / 'teacher'}",
+    )
+    first, second = trained(tmp_path, *settings, *own)
+    one = trained_by_one(tmp_path / "one", *settings)
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+        torch.testing.assert_close(weight, one[name], rtol=0, atol=2e-5, msg=name)
+    mine, theirs = (metrics(place / "run")[-1]["train/ref_kl"] for place in (tmp_path, tmp_path / "one"))
+    assert mine == pytest.approx(theirs, rel=1e-3) and theirs > 0
+    assert not (tmp_path / "run" / "checkpoints" / "step_2" / "reference.safetensors").exists()
 
 
 def test_a_controller_without_rows_takes_part_in_what_the_others_compute(tmp_path: Path) -> None:

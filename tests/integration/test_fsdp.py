@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from expect import raises_code
 from fsdp_worker import Comparer
+from tiny_families import tiny_sizes
 from tiny_training import deployment_of, largest_difference, tiny_rollout, train, training_config
 from updates import on_policy, reference_logprobs
 
@@ -101,6 +102,27 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
 )
 def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, Any], model: dict[str, Any]) -> None:
     assert_same_training(two, "openvla", fsdp_config(actor=actor, model=model))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "size", "actor"),
+    [
+        ("gaussian", {"gaussian": {"hidden_sizes": (5,)}}, {}),
+        ("openvla", {"architecture": {"num_hidden_layers": 1}}, {"tensor_parallel_size": 2}),
+    ],
+)
+def test_a_teacher_of_another_size_is_whole_in_every_process(
+    two: WorkerGroup, family: str, size: dict[str, Any], actor: dict[str, Any], tmp_path: Path
+) -> None:
+    """The KL to it is that of one process, which holds no reference of its own."""
+    sizes = tiny_sizes(family)
+    (part, changed) = next(iter(size.items()))
+    build_policy(training_config(family, model={part: sizes.get(part, {}) | changed})).save_pretrained(tmp_path / "t")
+    algorithm = ALGORITHM | {"kl": {"coef": 0.5}, "teacher": str(tmp_path / "t")}
+    for found in two.compare(family, fsdp_config(family, algorithm=algorithm, actor=actor)).result(CALL_S):
+        assert "reference" not in found and found["counted"] > 20
+        assert found["metrics"] < EQUAL and found["optimizer"] < EQUAL and found["policy"] < WEIGHTS_EQUAL
 
 
 SAC = {

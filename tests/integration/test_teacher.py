@@ -93,6 +93,27 @@ def test_a_teacher_of_another_size_teaches_alike(teacher: Path, tmp_path: Path) 
     assert weights(run / "policy").keys() != weights(teacher).keys()
 
 
+TWO = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
+PROCESSES = {
+    "own": ["actor.own_process=true"],
+    "two": ["actor.training_backend=fsdp", "cluster.device=cpu", TWO, "actor.micro_batch_size=4"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "allowed"), [("own", 0.0), ("two", 1e-4)])
+def test_a_teacher_in_training_processes_teaches_alike(
+    name: str, allowed: float, teacher: Path, tmp_path: Path
+) -> None:
+    small = ("model.gaussian.hidden_sizes=[24]", "actor.precision=fp32", "rollout.precision=fp32")
+    one = distil(tmp_path / "one", teacher, 2, *small)
+    several = distil(tmp_path / name, teacher, 2, *small, *PROCESSES[name])
+    for mine, theirs in zip(several, one, strict=True):
+        for metric in ("train/ref_kl", "train/grad_norm", "train/entropy"):
+            assert mine[metric] == pytest.approx(theirs[metric], rel=allowed, abs=allowed), metric
+    assert several[0]["train/ref_kl"] > 0.1
+
+
 def test_a_resumed_run_reads_the_same_teacher(teacher: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(teacher, copied)

@@ -7,6 +7,7 @@ Shapes: B batch, K bins, T tokens written.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from embodrl.data.rng import RandomSource, draw_rows
 from embodrl.models.common.chat import TokenRules
-from embodrl.types import SamplingParams
+from embodrl.types import Observation, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,13 @@ def smoothed_targets(num_bins: int, sigma: float, device: torch.device) -> Tenso
     bins = torch.arange(num_bins, dtype=torch.float64)
     weights = torch.exp(-0.5 * ((bins[None] - bins[:, None]) / sigma) ** 2)
     return (weights / weights.sum(dim=1, keepdim=True)).float().to(device)
+
+
+def noise_of(observation: Observation, shape: Sequence[int]) -> Tensor:
+    """Return ``float32[B,*shape]`` on the CPU, drawn from each row's images and state alone."""
+    rows = zip(observation.images, observation.state, strict=True)
+    seeds = [zlib.crc32(state.tobytes(), zlib.crc32(images.tobytes())) for images, state in rows]
+    return torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def standard_normal(shape: Sequence[int], generator: RandomSource | None, device: torch.device, dim: int = 0) -> Tensor:

@@ -5,7 +5,6 @@ Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padd
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -19,7 +18,7 @@ from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.gripper import Convention, to_environment, to_model
-from embodrl.models.common.sampling import standard_normal
+from embodrl.models.common.sampling import noise_of, standard_normal
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.flow.cfm import CfmSampler
 from embodrl.models.flow.flow import (
@@ -358,10 +357,7 @@ class FlowPolicy(VLAPolicy):
         if self.flow.evaluation_noise == "fixed":
             noise = self.get_buffer("_evaluation_noise").expand(observation.batch_size, -1, -1)
         else:
-            rows = zip(observation.images, observation.state, strict=True)
-            seeds = [zlib.crc32(state.tobytes(), zlib.crc32(images.tobytes())) for images, state in rows]
-            shape = (self.horizon, self.padded_action_dim)
-            noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+            noise = noise_of(observation, (self.horizon, self.padded_action_dim))
         return noise.to(self.device)
 
     def _integrate(self, network: Velocity, noise: Tensor) -> tuple[Tensor, list[Tensor]]:

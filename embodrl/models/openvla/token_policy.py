@@ -233,12 +233,7 @@ class TokenPolicy(PublicLayout):
 
         The mask is None without padding, which enables attention's fast path.
         """
-        input_ids = inputs["input_ids"]
-        mask = inputs["attention_mask"]
-        longest = int(mask.sum(dim=1).max())
-        keep = slice(mask.shape[1] - (longest - 1), None)
-        input_ids = torch.cat([input_ids[:, :1], input_ids[:, keep]], dim=1)
-        mask = torch.cat([mask[:, :1], mask[:, keep]], dim=1)
+        input_ids, mask = prompt_of(inputs)
         patches = inputs.get("patches")
         if patches is None:
             patches = self.model.vision_backbone(self._pixels(inputs["images"]), self.film_input(input_ids, mask))
@@ -295,6 +290,18 @@ class TokenPolicy(PublicLayout):
             values,
             {**inputs, "action_tokens": tokens},
         )
+
+
+def prompt_of(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the prompt and its mask ``int64[B,L]`` without columns that are all padding."""
+    input_ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
+    longest = int(mask.sum(dim=1).max())
+    keep = slice(mask.shape[1] - (longest - 1), None)
+    return (
+        torch.cat([input_ids[:, :1], input_ids[:, keep]], dim=1),
+        torch.cat([mask[:, :1], mask[:, keep]], dim=1),
+    )
 
 
 def preprocessor_config(image_size: int) -> dict[str, object]:

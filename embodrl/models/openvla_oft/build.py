@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from embodrl.models.load_report import LoadReport
 from embodrl.models.openvla.build import ModelParts, build_parts, resize_filter
 from embodrl.models.openvla_oft.components import (
     ACTION_HEAD,
+    NOISY_ACTIONS,
     PROPRIO,
     VISION,
     component_file,
@@ -30,12 +31,12 @@ from embodrl.models.openvla_oft.config import (
     choose_proprio_stats,
     normalization_of,
 )
-from embodrl.models.openvla_oft.modeling import ActionHead, ProprioProjector
-from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy, OpenVLAOFTRegressionPolicy
+from embodrl.models.openvla_oft.modeling import ActionHead, DiffusionHead, NoisyActionProjector, ProprioProjector
+from embodrl.models.openvla_oft.policy import OpenVLAOFTDiffusionPolicy, OpenVLAOFTPolicy, OpenVLAOFTRegressionPolicy
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor, ProprioInput
 from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
 
-Component = TypeVar("Component", ActionHead, ProprioProjector)
+Component = TypeVar("Component", ActionHead, DiffusionHead, NoisyActionProjector, ProprioProjector)
 
 
 def build_openvla_oft(
@@ -58,7 +59,6 @@ def build_openvla_oft(
         origin = "model.normalization" if config.normalization else "the number of action dimensions"
         parts.report.conventions["normalization"] = f"{' and '.join(ends)}, from {origin}"
     projector, proprio = _proprio(config, parts, is_public, device, dtype)
-    head = _action_head(config, parts, device, dtype)
     processor = OpenVLAOFTProcessor(
         parts.tokenizer,
         model.image_size,
@@ -69,9 +69,7 @@ def build_openvla_oft(
         resize_filter(config, parts),
     )
     arguments = (parts.model, processor, parts.stats, config, parts.value_head, projector)
-    if head is None:
-        return OpenVLAOFTPolicy(*arguments), parts.report
-    return OpenVLAOFTRegressionPolicy(*arguments, action_head=head), parts.report
+    return _with_head(config, parts, arguments, device, dtype), parts.report
 
 
 def _components(
@@ -83,13 +81,26 @@ def _components(
     return {} if path is None else film_tensors(path, report, device)
 
 
-def _action_head(
-    config: OpenVlaOftConfig, parts: ModelParts, device: torch.device, dtype: torch.dtype
-) -> ActionHead | None:
+def _with_head(
+    config: OpenVlaOftConfig, parts: ModelParts, arguments: tuple[Any, ...], device: torch.device, dtype: torch.dtype
+) -> OpenVLAOFTPolicy:
+    """Return the policy of ``model.action_head``, with ``arguments``."""
     if config.action_head == "tokens":
-        return None
+        return OpenVLAOFTPolicy(*arguments)
     width = parts.model.config.llama.hidden_size
-    return _component(lambda: ActionHead(width, config.action_dim), ACTION_HEAD, "action_head", parts, device, dtype)
+    at = ("action_head", parts, device, dtype)
+    if config.action_head == "l1":
+        l1 = _component(lambda: ActionHead(width, config.action_dim), ACTION_HEAD, *at)
+        return OpenVLAOFTRegressionPolicy(*arguments, action_head=l1)
+    head = _component(lambda: DiffusionHead(width, config.action_dim), ACTION_HEAD, *at)
+    projector = _component(lambda: NoisyActionProjector(width), NOISY_ACTIONS, *at)
+    return OpenVLAOFTDiffusionPolicy(
+        *arguments,
+        action_head=head,
+        noisy_action_projector=projector,
+        diffusion_steps=config.diffusion_steps,
+        denoising_steps=config.denoising_steps,
+    )
 
 
 def _proprio(

@@ -19,6 +19,7 @@ from embodrl.models.load_report import LoadReport
 
 PROPRIO = "proprio_projector"
 ACTION_HEAD = "action_head"
+NOISY_ACTIONS = "noisy_action_projector"
 VISION = "vision_backbone"
 MAX_DEFAULT_ALPHA = 16
 """finetune.py adapts layers with ``alpha = min(rank, 16)``; the file only has the rank."""

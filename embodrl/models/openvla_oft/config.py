@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from embodrl.errors import CheckpointError, StatisticsMissingError
 from embodrl.fields import Fields
 from embodrl.models.common.norm_stats import ActionStats, StatsSets, is_constant, read_mask, read_range
-from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO, VISION, component_file
+from embodrl.models.openvla_oft.components import ACTION_HEAD, NOISY_ACTIONS, PROPRIO, VISION, component_file
 from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
 
 MAX_IMAGES = 4
@@ -80,15 +80,12 @@ def choose_proprio_stats(
 
 
 def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
-    """Raise ``CheckpointError`` for components that the settings omit or that are unsupported."""
-    if any(directory.glob("noisy_action_projector--*")):
-        raise CheckpointError(
-            f"{directory} has a diffusion action head, which is not supported",
-            "use a checkpoint with discrete actions or an L1 head",
-            code="checkpoint-unsupported",
-        )
+    """Raise ``CheckpointError`` for components that the settings omit."""
+    # A diffusion head is the one with a projector of noisy actions.
+    head = "l1" if component_file(directory, NOISY_ACTIONS) is None else "diffusion"
     wanted = {
-        ACTION_HEAD: (config.action_head == "l1", "model.action_head=l1"),
+        NOISY_ACTIONS: (config.action_head == "diffusion", "model.action_head=diffusion"),
+        ACTION_HEAD: (config.action_head == head, f"model.action_head={head}"),
         VISION: (config.use_film, "model.use_film=true"),
         PROPRIO: (config.use_proprio, "model.use_proprio=true env.include_state=true"),
     }
@@ -112,6 +109,10 @@ def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:
         if trained != setting:
             text = f"model.{name}={str(trained).lower()}"
             raise CheckpointError(f"{source} was trained with {text}", f"set {text}", code="oft-settings")
+    steps = own.integer("diffusion_steps", config.diffusion_steps)
+    if steps != config.diffusion_steps:
+        text = f"model.diffusion_steps={steps}"
+        raise CheckpointError(f"{source} was trained with {text}", f"set {text}", code="oft-settings")
     trained = own.text("normalization", ends := normalization_of(config)[0])
     if trained != ends:
         text = f"model.normalization={'min_max' if trained == 'min' else 'quantiles'}"

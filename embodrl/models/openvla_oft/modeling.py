@@ -1,4 +1,4 @@
-"""OpenVLA-OFT's additions to the OpenVLA network: empty positions for a chunk, a state token, and the L1 head.
+"""OpenVLA-OFT's additions to the OpenVLA network: positions for a chunk, a state token, and continuous heads.
 
 Kim, Finn and Liang, "Fine-Tuning Vision-Language-Action Models: Optimizing Speed and Success", 2025. Attention is
 bidirectional (``OpenVLAModel(config, causal=False)``). Shapes: B batch, P image, state and prompt tokens, S state
@@ -6,6 +6,8 @@ dimensions, D hidden size, N action tokens.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +18,35 @@ from embodrl.models.common.value_head import masked_mean
 from embodrl.models.openvla.modeling import OpenVLAModel
 
 
-class ProprioProjector(nn.Module):
-    """Maps the robot's state to one language embedding; names as in ``proprio_projector--N_checkpoint.pt``."""
-
-    def __init__(self, proprio_dim: int, hidden_size: int) -> None:
+class _Projector(nn.Module):
+    def __init__(self, input_dim: int, hidden_size: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(proprio_dim, hidden_size)
+        self.fc1 = nn.Linear(input_dim, hidden_size)
         self.fc2 = nn.Linear(hidden_size, hidden_size)
 
     def init_weights(self, generator: torch.Generator) -> None:
         init_linears(self, generator)
 
-    def forward(self, proprio: Tensor) -> Tensor:
-        """Map ``[B,S]`` to ``[B,D]``."""
-        return self.fc2(F.gelu(self.fc1(proprio)))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x.to(self.fc1.weight.dtype))))
+
+
+class ProprioProjector(_Projector):
+    """Maps the robot's state ``[B,S]`` to one language embedding ``[B,D]``.
+
+    Names as in ``proprio_projector--N_checkpoint.pt``.
+    """
+
+
+class NoisyActionProjector(_Projector):
+    """Maps every number of a noisy chunk to an embedding; names as in ``noisy_action_projector--N_checkpoint.pt``."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(1, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[B,C,A]`` to ``[B,C*A,D]``."""
+        return super().forward(x.flatten(1)[..., None])
 
 
 class _ResidualBlock(nn.Module):
@@ -72,6 +89,42 @@ class ActionHead(nn.Module):
         """Map ``[B,C*A,D]`` to unbounded normalised actions ``float32[B,C,A]``."""
         return self.model(hidden.unflatten(1, (-1, self.action_dim)).flatten(2)).float()
 
+    def last_layer(self) -> nn.Linear:
+        return self.model.fc2
+
+
+class _NoisePredictor(nn.Module):
+    def __init__(self, hidden_size: int, action_dim: int) -> None:
+        super().__init__()
+        self.mlp_resnet = _ResidualMlp(action_dim * hidden_size, hidden_size, action_dim)
+
+
+class DiffusionHead(nn.Module):
+    """Maps them to the noise in an action; names as in ``action_head--N_checkpoint.pt`` of a diffusion policy."""
+
+    def __init__(self, hidden_size: int, action_dim: int) -> None:
+        super().__init__()
+        self.action_dim = action_dim
+        self.noise_predictor = _NoisePredictor(hidden_size, action_dim)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        init_linears(self, generator)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map ``[B,C*A,D]`` to noise ``float32[B,C,A]``."""
+        return self.noise_predictor.mlp_resnet(hidden.unflatten(1, (-1, self.action_dim)).flatten(2)).float()
+
+    def last_layer(self) -> nn.Linear:
+        return self.noise_predictor.mlp_resnet.fc2
+
+
+def step_embedding(step: Tensor, width: int) -> Tensor:
+    """Return sines, then cosines, ``float32[B,width]`` of diffusion steps ``[B]``; frequencies from 1 to 1e-4."""
+    half = width // 2
+    rates = torch.exp(torch.arange(half, device=step.device) * (-math.log(10000.0) / (half - 1)))
+    phase = step.float()[:, None] * rates
+    return torch.cat([phase.sin(), phase.cos()], dim=-1)
+
 
 def instruction_mean(model: OpenVLAModel, input_ids: Tensor, mask: Tensor, with_stop_token: bool) -> Tensor:
     """Return FiLM's input: the mean embedding ``[B,D]`` of a prompt ``int64[B,L]``, optionally with stop token."""
@@ -82,12 +135,16 @@ def instruction_mean(model: OpenVLAModel, input_ids: Tensor, mask: Tensor, with_
     return masked_mean(embeddings, mask).to(embeddings.dtype)
 
 
-def append_action_places(model: OpenVLAModel, prefix: Tensor, num_tokens: int, keep_stop_token: bool) -> Tensor:
-    """Return the sequence ``[B,P+N(+1),D]``: the prefix, zeros where actions are predicted, and the stop token if kept.
+def append_action_places(
+    model: OpenVLAModel, prefix: Tensor, num_tokens: int, keep_stop_token: bool, noisy: Tensor | None = None
+) -> Tensor:
+    """Return the sequence ``[B,P+N(+1),D]``: the prefix, where actions are predicted, and the stop token if kept.
 
-    A prediction is read one position earlier, so the first action comes from the last prompt token.
+    There stand embeddings ``noisy [B,N,D]`` of noisy actions, else zeros. A prediction is read one position earlier, so
+    the first action comes from the last prompt token.
     """
-    parts = [prefix, prefix.new_zeros(len(prefix), num_tokens, prefix.shape[2])]
+    places = prefix.new_zeros(len(prefix), num_tokens, prefix.shape[2]) if noisy is None else noisy.to(prefix.dtype)
+    parts = [prefix, places]
     if keep_stop_token:
         stop = torch.full((len(prefix), 1), model.config.eos_id, device=prefix.device)
         parts.append(model.language_model.model.embed_tokens(stop).to(prefix.dtype))

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT: an RL policy with discrete actions, and an L1 regression policy for imitation only.
+"""OpenVLA-OFT: an RL policy with discrete actions, and policies with an L1 or a diffusion head for imitation only.
 
 Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
 """
@@ -15,21 +15,26 @@ from torch.nn import functional as F
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
+from embodrl.models.base import VLAPolicy
 from embodrl.models.common.gripper import to_environment, to_model
 from embodrl.models.common.merging import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
-from embodrl.models.common.sampling import draw, expected, exponential_noise
+from embodrl.models.common.sampling import draw, expected, exponential_noise, noise_of, standard_normal
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.modeling import OpenVLAModel
-from embodrl.models.openvla.token_policy import TokenPolicy
-from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO
+from embodrl.models.openvla.token_policy import TokenPolicy, prompt_of
+from embodrl.models.openvla_oft.components import ACTION_HEAD, NOISY_ACTIONS, PROPRIO
 from embodrl.models.openvla_oft.config import normalization_of
+from embodrl.models.openvla_oft.ddim import add_noise, denoise, level_at, without_noise
 from embodrl.models.openvla_oft.modeling import (
     ActionHead,
+    DiffusionHead,
+    NoisyActionProjector,
     ProprioProjector,
     append_action_places,
     at_action_places,
     instruction_mean,
+    step_embedding,
 )
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor
 from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
@@ -106,7 +111,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         prefix, prefix_mask = self.prompt_embeddings(inputs)
         length = prefix.shape[1]
         num_tokens = self.num_action_chunks * self.action_dim
-        sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token)
+        sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token, self.places(inputs))
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, sequence.shape[1] - length), value=1)
         first = self.first_read(length)
         hidden = self.model.hidden_states(sequence, mask, first)
@@ -116,7 +121,11 @@ class OpenVLAOFTPolicy(TokenPolicy):
     def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor | None:
         if self.proprio_projector is None:
             return None
-        return self.proprio_projector(inputs["proprio"].to(self.proprio_projector.fc1.weight.dtype))[:, None]
+        return self.proprio_projector(inputs["proprio"])[:, None]
+
+    def places(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        """Return embeddings ``[B,C*A,D]`` of noisy actions for the positions of the chunk; None for zeros."""
+        return None
 
     def film_input(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
         return instruction_mean(self.model, input_ids, mask, self.keep_stop_token) if self.use_film else None
@@ -134,7 +143,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         """Write the value head, and as safetensors the components that public checkpoints pickle."""
         super().save_extras(directory)
         for name, part in self.parts().items():
-            if name in (PROPRIO, ACTION_HEAD):
+            if name in (PROPRIO, ACTION_HEAD, NOISY_ACTIONS):
                 write_safetensors(directory / f"{name}.safetensors", merged_state_dict(part))
 
 
@@ -148,7 +157,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
     draws_by_row = False
     decodings = ("greedy",)
 
-    def __init__(self, *args: Any, action_head: ActionHead, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, action_head: ActionHead | DiffusionHead, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.action_head = action_head
 
@@ -161,16 +170,20 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Regress a chunk per row; raise ``EmbodrlError`` in modes other than ``eval``."""
+        """Choose a chunk per row; raise ``EmbodrlError`` in modes other than ``eval``."""
         if mode == "train":
             raise _no_density()
         self.check_mode(mode)
         inputs = self.preprocess(observation)
-        hidden, features = self.action_features(inputs)
-        chosen = self.action_head(hidden)
+        chosen, features = self.choose(inputs, observation)
         actions = to_environment(self.stats.unnormalize(chosen.double().cpu().numpy()), self.gripper)
         values = self.values_from(features) if compute_values else None
         return PolicyOutput(actions.astype(np.float32), torch.zeros_like(chosen), values, inputs)
+
+    def choose(self, inputs: dict[str, Tensor], observation: Observation) -> tuple[Tensor, Tensor]:
+        """Return normalised actions ``float32[B,C,A]``, and ``[B,D]`` for the value."""
+        hidden, features = self.action_features(inputs)
+        return self.action_head(hidden), features
 
     def evaluate_actions(
         self,
@@ -193,13 +206,16 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
 
         ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions.
         """
-        target = batch["target"]
-        weight = torch.ones_like(target[..., :1])
-        if "action_mask" in batch:
-            weight = batch["action_mask"][..., None].to(target.dtype)
-        error = (self.action_head(self.action_features(batch)[0]) - target).abs() * weight
-        loss = error.sum() / (weight.sum().clamp(min=1.0) * self.action_dim)
+        error = (self.action_head(self.action_features(batch)[0]) - batch["target"]).abs()
+        loss = self.mean_of(error, batch)
         return loss, {"l1": loss.detach()}
+
+    def mean_of(self, error: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Return the mean of ``error [B,C,A]`` over the actions of a batch, by its ``action_mask`` if any."""
+        weight = torch.ones_like(error[..., :1])
+        if "action_mask" in batch:
+            weight = batch["action_mask"][..., None].to(error.dtype)
+        return (error * weight).sum() / (weight.sum().clamp(min=1.0) * self.action_dim)
 
     def parts(self) -> dict[str, nn.Module]:
         """Return the parts, including ``action_head``."""
@@ -210,16 +226,99 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
 
     def head_parameters(self) -> list[nn.Parameter]:
         """Return the last layer of the action head."""
-        return list(self.action_head.model.fc2.parameters())
+        return list(self.action_head.last_layer().parameters())
 
     def unused_parameters(self) -> list[nn.Parameter]:
         """Return the unused parameters, including lm_head."""
         return [*super().unused_parameters(), *self.model.language_model.lm_head.parameters()]
 
 
+class OpenVLAOFTDiffusionPolicy(OpenVLAOFTRegressionPolicy):
+    """Denoises the chunk by DDIM: a step is a pass whose action positions hold the noisy chunk.
+
+    The number of the step is a token after images and state (finetune.py and modeling_prismatic.py of
+    moojink/openvla-oft). The starting noise is drawn from a row's images and state, so that evaluations repeat.
+
+    Args:
+        noisy_action_projector: makes the embeddings of noisy actions.
+        diffusion_steps: noise levels that the head is trained at.
+        denoising_steps: steps that choose a chunk.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        noisy_action_projector: NoisyActionProjector,
+        diffusion_steps: int,
+        denoising_steps: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.noisy_action_projector = noisy_action_projector
+        self.diffusion_steps = diffusion_steps
+        self.denoising_steps = denoising_steps
+
+    def choose(self, inputs: dict[str, Tensor], observation: Observation) -> tuple[Tensor, Tensor]:
+        film = self.film_input(*prompt_of(inputs))
+        # Every step reads the same features of the images.
+        seen = {**inputs, "patches": self.model.vision_backbone(self._pixels(inputs["images"]), film)}
+        features: list[Tensor] = []
+
+        def predict(noisy: Tensor, step: Tensor) -> Tensor:
+            hidden, last = self.action_features({**seen, "noisy": noisy, "step": step})
+            features[:] = [last]
+            return self.action_head(hidden)
+
+        start = noise_of(observation, (self.num_action_chunks, self.action_dim)).to(self.device)
+        return denoise(predict, start, self.diffusion_steps, self.denoising_steps), features[0]
+
+    def predict_values(self, observation: Observation) -> Tensor:
+        """Return the values of the last denoising step."""
+        return VLAPolicy.predict_values(self, observation)
+
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return also ``noise float32[B,C,A]`` and ``step int64[B]``, drawn from torch's global generator."""
+        inputs = super().sft_inputs(observation, actions)
+        noise = standard_normal(inputs["target"].shape, None, torch.device("cpu"))
+        step = torch.randint(self.diffusion_steps, (len(noise),))
+        return {**inputs, "noise": noise.to(self.device), "step": step.to(self.device)}
+
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean squared error of the noise, and ``l1``, the error of the actions that it implies.
+
+        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions.
+        """
+        level = level_at(batch["step"], self.diffusion_steps)
+        noisy = add_noise(batch["target"], batch["noise"], level)
+        found = self.action_head(self.action_features({**batch, "noisy": noisy})[0])
+        with torch.no_grad():
+            l1 = self.mean_of((without_noise(noisy, found, level) - batch["target"]).abs(), batch)
+        return self.mean_of((found - batch["noise"]).square(), batch), {"l1": l1}
+
+    def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the state's token, if any, and the token of the step."""
+        state = super().state_tokens(inputs)
+        step = step_embedding(inputs["step"], self.model.config.llama.hidden_size)[:, None]
+        return step if state is None else torch.cat([state, step.to(state.dtype)], dim=1)
+
+    def places(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.noisy_action_projector(inputs["noisy"])
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Return the parts, including ``noisy_action_projector``."""
+        return {**super().parts(), "noisy_action_projector": self.noisy_action_projector}
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        own = (self.noisy_action_projector, self.num_action_chunks * self.action_dim)
+        return [*super().positions(num_cameras), own]
+
+    def own_section(self) -> dict[str, object]:
+        return {**super().own_section(), "diffusion_steps": self.diffusion_steps}
+
+
 def _no_density() -> EmbodrlError:
     return EmbodrlError(
-        "an L1 action head regresses actions: they have no log-probs to learn from",
+        "an L1 or diffusion head has no log-probs of its actions to learn from",
         "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
         code="policy-has-no-density",
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from embodrl.config.rules.base import Context
 from embodrl.config.rules.model import BUILTIN
+from embodrl.config.schema.section import AppliesIf
 from embodrl.models.openvla.published import PUBLISHED, interface
 from embodrl.models.openvla.spec import (
     DIMENSIONS,
@@ -23,6 +24,8 @@ from embodrl.models.openvla.spec import (
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
+DIFFUSION = AppliesIf("model.action_head", ("diffusion",))
+
 
 class OpenVlaOftConfig(OpenVlaConfig):
     """An OpenVLA-OFT."""
@@ -31,10 +34,16 @@ class OpenVlaOftConfig(OpenVlaConfig):
     keep_stop_token: bool = Field(
         default=True, description="end the sequence with the stop token, as in the public checkpoints"
     )
-    action_head: Literal["tokens", "l1"] = Field(
+    action_head: Literal["tokens", "l1", "diffusion"] = Field(
         default="tokens",
-        description="tokens: 256 bins per dimension; l1: a head that regresses the chunk, without log-probs, for `eval`"
-        " and `sft`",
+        description="tokens: 256 bins per dimension; l1: a head that regresses the chunk; diffusion: one that denoises"
+        " it; the latter two have no log-probs, and are for `eval` and `sft`",
+    )
+    diffusion_steps: Annotated[PositiveInt, DIFFUSION] = Field(
+        default=50, le=1000, description="diffusion: noise levels of the training; public files do not say how many"
+    )
+    denoising_steps: Annotated[PositiveInt, DIFFUSION] = Field(
+        default=50, description="diffusion: steps that choose a chunk, each a pass of the language model"
     )
     use_film: bool = Field(default=False, description="the vision backbone reads the instruction (FiLM, OpenVLA-OFT+)")
     normalization: Literal["quantiles", "min_max"] | None = Field(
@@ -61,16 +70,28 @@ def state_is_there(context: Context) -> Iterator[Finding]:
 
 
 @STATE.rule("model.model_type", "model.action_head", "algorithm.loss_type")
-def l1_head_has_no_density(context: Context) -> Iterator[Finding]:
-    """Reinforcement learning needs action probabilities, which regressed actions lack."""
-    if context.model(OpenVlaOftConfig).action_head == "l1":
+def continuous_head_has_no_density(context: Context) -> Iterator[Finding]:
+    """Reinforcement learning needs action probabilities, which regressed and denoised actions lack."""
+    head = context.model(OpenVlaOftConfig).action_head
+    if head != "tokens":
         yield Finding(
             "model.action_head",
-            f"loss_type '{context.config.algorithm.loss_type}' needs log-probs, but an L1 head has none",
+            f"loss_type '{context.config.algorithm.loss_type}' needs log-probs, but a head '{head}' has none",
             "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
             "tokens",
             others=("algorithm.loss_type",),
         )
+
+
+@STATE.rule("model.denoising_steps", "model.diffusion_steps", "model.action_head")
+def denoising_is_no_longer_than_diffusion(context: Context) -> Iterator[Finding]:
+    """A chunk is denoised in some of the steps that were trained."""
+    model = context.model(OpenVlaOftConfig)
+    if model.action_head == "diffusion" and model.denoising_steps > model.diffusion_steps:
+        most = model.diffusion_steps
+        message = f"is {model.denoising_steps}, and the head is trained at {most} noise levels"
+        hint = f"set it to {most} or less"
+        yield Finding("model.denoising_steps", message, hint, f"1 to {most}", others=("model.diffusion_steps",))
 
 
 FORM = ("use_proprio", "keep_stop_token", "action_head", "use_film", "normalization")
@@ -96,10 +117,11 @@ def shipped_weights_have_one_form(context: Context) -> Iterator[Finding]:
 
 
 @STATE.note("model.model_type", "model.action_head", "sft.label_smoothing_bins")
-def l1_head_has_no_bins(context: Context) -> Iterator[Finding]:
-    """A regressed action has no bins to smooth."""
-    if context.model(OpenVlaOftConfig).action_head == "l1" and context.by_user("sft.label_smoothing_bins"):
-        yield Finding("sft.label_smoothing_bins", "has no effect: model.action_head is l1", "leave it out")
+def continuous_head_has_no_bins(context: Context) -> Iterator[Finding]:
+    """A regressed or denoised action has no bins to smooth."""
+    head = context.model(OpenVlaOftConfig).action_head
+    if head != "tokens" and context.by_user("sft.label_smoothing_bins"):
+        yield Finding("sft.label_smoothing_bins", f"has no effect: model.action_head is {head}", "leave it out")
 
 
 SPEC = ModelSpec(
@@ -121,7 +143,7 @@ SPEC = ModelSpec(
     interface=interface,
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",
-    actions="256 bins per dimension, or regressed (L1); the whole chunk at once",
+    actions="256 bins per dimension, regressed (L1) or denoised (DDIM); the whole chunk at once",
     checkpoint="moojink/openvla-7b-oft-* (L1, proprio, FiLM) and discrete fine-tunes in Hugging Face layout",
-    rl=f"{RL}; none with an L1 head",
+    rl=f"{RL}; none with an L1 or diffusion head",
 )

@@ -20,6 +20,7 @@ from config_cases_serve import SERVE
 from expect import raises_code
 
 from embodrl.config import rules as rule_package
+from embodrl.config.policy_card import CARD_FILE
 from embodrl.errors import ConfigError
 from embodrl.pipelines.load import load_config
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
@@ -42,6 +43,9 @@ class Refusals:
         self.broken: set[str] = set()
         self._errors: dict[str, ConfigError] = {}
         (folder / "file").write_text("")
+        (folder / "teacher").mkdir()
+        (folder / "teacher" / "config.json").write_text('{"model_type": "openvla"}')
+        (folder / "teacher" / CARD_FILE).write_text('{"model_type": "openvla_oft"}')
 
     def error(self, case: Wrong) -> ConfigError:
         """Return the error of a wrong configuration."""

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, divisors
+from embodrl.errors import EmbodrlError
 from embodrl.models.openvla.spec import OpenVlaConfig
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import MODELS, EngineSpec
@@ -63,6 +64,24 @@ def megatron_has_its_own_optimizer(context: Context) -> Iterator[Finding]:
         message = "the backend megatron has its own AdamW"
         hint = "set it to null, or set actor=native or actor=fsdp"
         yield Finding("actor.optim.fn", message, hint, "null", others=(BACKEND,))
+
+
+@RULES.rule("algorithm.teacher", "algorithm.kl", BACKEND, "model")
+def megatron_has_copies_for_teachers(context: Context) -> Iterator[Finding]:
+    """A teacher that is a network of its own has not been tried in processes of megatron."""
+    config = context.config
+    if config.algorithm.teacher is None or not config.algorithm.kl.coef:
+        return
+    from embodrl.models.common.teacher import is_apart  # it may build networks, and so import torch
+
+    try:
+        apart = is_apart(config)
+    except EmbodrlError:  # reported by the rules of checkpoints
+        return
+    if apart:
+        message = "is of another size or family than the policy, which the backend megatron does not support"
+        hint = "set actor=fsdp or actor=native, or choose a teacher of the policy's shapes"
+        yield Finding("algorithm.teacher", message, hint, "null", others=(BACKEND,))
 
 
 @RULES.rule(MASTERS, BACKEND)

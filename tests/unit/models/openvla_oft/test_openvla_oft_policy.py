@@ -406,16 +406,14 @@ def test_the_public_layout_loads(tmp_path, monkeypatch, dim, range_):
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def test_diffusion_is_refused(tmp_path):
-    build(FAMILY).save_pretrained(tmp_path)
-    (tmp_path / "noisy_action_projector--5_checkpoint.pt").touch()
-    with raises_code("checkpoint-unsupported", CheckpointError):
-        load(model_path=str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [("action_head", r"action_head=l1"), ("vision_backbone", "use_film=true"), ("proprio_projector", "use_proprio")],
+    [
+        ("action_head", "action_head=l1"),
+        ("noisy_action_projector", "action_head=diffusion"),
+        ("vision_backbone", "use_film=true"),
+        ("proprio_projector", "use_proprio"),
+    ],
 )
 def test_components_are_not_left_out(tmp_path, name, setting):
     """Such a policy would act, and act wrongly."""
