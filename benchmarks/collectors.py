@@ -34,7 +34,7 @@ SETTINGS = (
     *(
         "runner.logger.tensorboard=false",
         "algorithm.update_epoch=1",
-        "actor.global_batch_size=640",
+        "actor.global_batch_size=512",
         "actor.micro_batch_size=32",
         f"runner.max_iterations={ITERATIONS}",
     ),

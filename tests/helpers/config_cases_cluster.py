@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 from config_case import Wrong
 
+import embodrl
 from embodrl.hybrid_engines.training.megatron.spec import has_megatron
 
 PLACES = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 MEGATRON = ("actor=megatron", PLACES, "cluster.device=cpu")
 MEGATRON_MISSING = () if has_megatron() else ("actor.training_backend",)
 RAY_MISSING = () if importlib.util.find_spec("ray") else ("cluster.launcher",)
+TINY = Path(embodrl.__file__).parent / "assets" / "openvla_tiny"
+CONTROLLERS = ("cluster.controllers=2", "env.num_processes=2")
 TWO_ROLLOUTS = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
 
 CLUSTER = [
@@ -309,6 +313,13 @@ CLUSTER = [
         "rollout.enable_offload",
         "controllers-share-a-run",
         ("rollout.enable_offload=true", "actor=fsdp", "cluster.controllers=2", "env.num_processes=2"),
+        more=("cluster.controllers",),
+    ),
+    Wrong(
+        "a teacher of the policy's shapes in controllers that share weights",
+        "algorithm.teacher",
+        "sharded-controllers-share-no-teacher",
+        (f"algorithm.teacher={TINY}", "algorithm.kl.coef=0.1", "model=openvla", "actor=fsdp", *CONTROLLERS),
         more=("cluster.controllers",),
     ),
 ]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from embodrl.config.rules.base import Context, multiples, rule, value_of
 from embodrl.config.schema import Config
 from embodrl.deployment.launched import VARIABLES, launched
+from embodrl.errors import EmbodrlError
 from embodrl.rule_set import Finding
 
 KEY = "cluster.controllers"
@@ -107,6 +108,25 @@ def _undivided(config: Config, count: int) -> Iterator[Finding]:
     if config.env.eval.num_episodes < count:
         message = f"is {config.env.eval.num_episodes}, less than {KEY}={count}"
         yield Finding("env.eval.num_episodes", message, f"use at least {count}", others=(KEY,))
+
+
+@rule(KEY, "algorithm.teacher", "algorithm.kl", "actor.training_backend", "model")
+def sharded_controllers_share_no_teacher(context: Context) -> Iterator[Finding]:
+    """A teacher of the policy's shapes takes the place of weights that no controller has whole."""
+    config = context.config
+    sharded = config.cluster.controllers > 1 and config.actor.training_backend == "fsdp"
+    if not sharded or config.algorithm.teacher is None or not config.algorithm.kl.coef:
+        return
+    from embodrl.models.common.teacher import is_apart  # it may build networks, and so import torch
+
+    try:
+        apart = is_apart(config)
+    except EmbodrlError:  # reported by the rules of checkpoints
+        return
+    if not apart:
+        message = f"has the policy's shapes, and with {KEY}={config.cluster.controllers} no process has whole weights"
+        hint = "set actor=native, or choose a teacher of another size"
+        yield Finding("algorithm.teacher", message, hint, "null", others=(KEY, "actor.training_backend"))
 
 
 @rule(KEY, machine_specific=True)
