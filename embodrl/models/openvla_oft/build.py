@@ -88,7 +88,7 @@ def _with_head(
     if config.action_head == "tokens":
         return OpenVLAOFTPolicy(*arguments)
     width = parts.model.config.llama.hidden_size
-    at = ("action_head", parts, device, dtype)
+    at = ("action_head", parts, device, dtype, config.new_components)
     if config.action_head == "l1":
         l1 = _component(lambda: ActionHead(width, config.action_dim), ACTION_HEAD, *at)
         return OpenVLAOFTRegressionPolicy(*arguments, action_head=l1)
@@ -115,25 +115,34 @@ def _proprio(
         stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source, normalization_of(config))
     dim = TINY_PROPRIO_DIM if stats is None else len(stats.q01)
     width = parts.model.config.llama.hidden_size
-    projector = _component(lambda: ProprioProjector(dim, width), PROPRIO, "use_proprio", parts, device, dtype)
+    at = ("use_proprio", parts, device, dtype, config.new_components)
+    projector = _component(lambda: ProprioProjector(dim, width), PROPRIO, *at)
     return projector, ProprioInput(dim, stats)
 
 
 def _component(
-    make: Callable[[], Component], name: str, setting: str, parts: ModelParts, device: torch.device, dtype: torch.dtype
+    make: Callable[[], Component],
+    name: str,
+    setting: str,
+    parts: ModelParts,
+    device: torch.device,
+    dtype: torch.dtype,
+    may_be_new: bool,
 ) -> Component:
     """Return a component with random or checkpoint weights; raise ``CheckpointError`` if missing or unfit."""
-    if parts.directory is None:
+    path = None if parts.directory is None else component_file(parts.directory, name)
+    if parts.directory is None or (path is None and may_be_new):
         module = make().to(device, dtype)
         module.init_weights(parts.generator)
         random = (f"{name}.{key}" for key in module.state_dict())
-        parts.report.initialized.update(dict.fromkeys(random, "random weights were requested"))
+        reason = "random weights were requested" if parts.directory is None else "not in the checkpoint"
+        parts.report.initialized.update(dict.fromkeys(random, reason))
         return module
-    path = component_file(parts.directory, name)
     if path is None:
         raise CheckpointError(
             f"{parts.directory} has no {name}.safetensors or {name}--*.pt",
-            f"leave out model.{setting}, or use a checkpoint that was trained with it",
+            f"leave out model.{setting}, use a checkpoint that was trained with it, or train one: `embodrl sft` with"
+            " model.new_components=true",
             code="oft-component-missing",
         )
     with torch.device("meta"):

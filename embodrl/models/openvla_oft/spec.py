@@ -45,6 +45,11 @@ class OpenVlaOftConfig(OpenVlaConfig):
     denoising_steps: Annotated[PositiveInt, DIFFUSION] = Field(
         default=50, description="diffusion: steps that choose a chunk, each a pass of the language model"
     )
+    new_components: bool = Field(
+        default=False,
+        description="begin an action head and projectors that the checkpoint lacks with random weights, to fine-tune an"
+        " OpenVLA into an OpenVLA-OFT; `embodrl sft` alone",
+    )
     use_film: bool = Field(default=False, description="the vision backbone reads the instruction (FiLM, OpenVLA-OFT+)")
     normalization: Literal["quantiles", "min_max"] | None = Field(
         default=None,
@@ -81,6 +86,14 @@ def continuous_head_has_no_density(context: Context) -> Iterator[Finding]:
             "tokens",
             others=("algorithm.loss_type",),
         )
+
+
+@STATE.rule("model.new_components")
+def new_components_are_trained(context: Context) -> Iterator[Finding]:
+    """Actions of a head with random weights mean nothing."""
+    if context.model(OpenVlaOftConfig).new_components and context.verb not in (None, "sft"):
+        message = f"would let `embodrl {context.verb}` act with random weights"
+        yield Finding("model.new_components", message, "train them by `embodrl sft`, and leave it out here", "false")
 
 
 @STATE.rule("model.denoising_steps", "model.diffusion_steps", "model.action_head")

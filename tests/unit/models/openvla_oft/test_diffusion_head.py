@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import embodrl
-from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.errors import CheckpointError, ConfigError, EmbodrlError
 from embodrl.models.common.checkpoint import write_json
 from embodrl.models.openvla_oft.ddim import denoise, signal_levels, without_noise
 from embodrl.models.openvla_oft.modeling import step_embedding
@@ -282,3 +282,22 @@ def test_sft_and_eval_run_it(tmp_path: Path) -> None:
     assert np.mean([row["loss"] for row in rows[-5:]]) < 0.7 * rows[0]["loss"]
     chosen = [*settings, f"model.model_path={policy}", "env.eval.num_episodes=2"]
     assert len(embodrl.evaluate(SMALLEST, chosen, output_dir=tmp_path / "eval").episodes) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["l1", "diffusion"])
+def test_a_policy_of_tokens_is_fine_tuned_into_one_with_a_head(tmp_path: Path, head: str) -> None:
+    toy = ["env=toy", "env.num_processes=1", "env.cameras=[{height: 16, width: 16}]", "model=openvla_oft"]
+    embodrl.collect([*toy[:3], "collect.num_episodes=4", f"collect.output_dir={tmp_path / 'demos'}"])
+    few = ["sft.max_steps=1", "sft.batch_size=8", "sft.lr_warmup_steps=0", f"sft.data_dir={tmp_path / 'demos'}"]
+    tokens = embodrl.sft(SMALLEST, [*toy, *few, f"sft.output_dir={tmp_path / 'tokens'}"]).policy_dir
+    settings = [*toy, f"model.action_head={head}", f"sft.output_dir={tmp_path / head}", f"model.model_path={tokens}"]
+    with raises_code("oft-component-missing", CheckpointError, "new_components"):
+        embodrl.sft(SMALLEST, [*settings, *few])
+    assert not (tmp_path / head).exists()
+    made = embodrl.sft(SMALLEST, [*settings, *few, "model.new_components=true"]).policy_dir
+    assert (made / "action_head.safetensors").is_file()
+    chosen = [*toy, f"model.action_head={head}", f"model.model_path={made}", "env.eval.num_episodes=2"]
+    assert len(embodrl.evaluate(SMALLEST, chosen, output_dir=tmp_path / "eval").episodes) == 2
+    with raises_code("new-components-are-trained", ConfigError):
+        embodrl.evaluate(SMALLEST, [*chosen, "model.new_components=true"], output_dir=tmp_path / "again")
