@@ -46,7 +46,7 @@ from embodrl.trainer.loop import Trainer
 from embodrl.trainer.saving import Saver, open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
-from embodrl.trainer.teacher import load_teacher
+from embodrl.trainer.teacher import check_teacher, load_teacher
 from embodrl.trainer.training_share import share_meter
 from embodrl.workers.actor import make_shared_engine, make_train_engine
 from embodrl.workers.collector import Share, share_config
@@ -112,6 +112,7 @@ def build(
     own = STORE_PARTS if config.store_url is not None else LOSSES.entry(config.algorithm.loss_type).parts
     if own is not None:
         make = cast("PartsBuilder", import_object(own))
+    check_teacher(session)
     parts = make(session, device, stopped, closing, on_step)
     if config.runner.save_rollouts:
         rollouts = parts.rollouts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from embodrl.config.policy_card import known_instructions, read_card
 from embodrl.config.schema import Config
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.fields import read_regular_file
+from embodrl.fields import read_fields
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.options import VALUE_GROUP
 from embodrl.models.base import VLAPolicy
@@ -26,6 +25,26 @@ from embodrl.workers.policy import build_policy, param_dtype, weights_fingerprin
 RECORD = "teacher.json"
 """File in a run's directory that identifies a teacher that is a network of its own."""
 _MAX_BYTES = 4096
+
+
+def check_teacher(session: RunSession) -> None:
+    """Raise CheckpointError (``teacher-changed``) if a resumed run's teacher is no longer what it was.
+
+    A teacher that is a network of its own is in its directory, any other one in the checkpoint.
+    """
+    config = session.config
+    if config.algorithm.teacher is None or not config.algorithm.kl.coef or session.checkpoint is None:
+        return
+    if (session.directory / RECORD).exists() != is_apart(config):
+        raise _changed(config)
+
+
+def _changed(config: Config) -> CheckpointError:
+    return CheckpointError(
+        f"the teacher {config.algorithm.teacher} is not what it was at the start of the run",
+        "restore its directory, or start a new run from policy/",
+        code="teacher-changed",
+    )
 
 
 def load_teacher(session: RunSession, policy: VLAPolicy, engine: TrainEngine) -> None:
@@ -61,12 +80,8 @@ def _check_apart(session: RunSession, policy: VLAPolicy) -> None:
     record, found = session.directory / RECORD, weights_fingerprint(teacher)
     if session.checkpoint is None:
         write_json_file(record, {"weights": found})
-    elif record.exists() and json.loads(read_regular_file(record, _MAX_BYTES)) != {"weights": found}:
-        raise CheckpointError(
-            f"the teacher {config.algorithm.teacher} has other weights than at the start of the run",
-            "restore its directory, or start a new run from policy/",
-            code="teacher-changed",
-        )
+    elif read_fields(record, CheckpointError, max_bytes=_MAX_BYTES, follow_links=False).content != {"weights": found}:
+        raise _changed(config)
 
 
 def _differences(config: Config, teacher: VLAPolicy, policy: VLAPolicy) -> str:

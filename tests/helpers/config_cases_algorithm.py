@@ -225,6 +225,19 @@ ALGORITHMS = [
         ("algorithm.rejection={metric: ratio,lower: 3}", "algorithm.recompute_logprobs=true"),
     ),
     Wrong(
+        "rejection of every KL",
+        "algorithm.rejection.upper",
+        "rejection-fits",
+        ("algorithm.rejection.upper=-1", "algorithm.rejection.metric=k3", "algorithm.recompute_logprobs=true"),
+    ),
+    Wrong(
+        "rejection without a policy loss",
+        "algorithm.rejection.metric",
+        "rejection-fits",
+        ("algorithm.rejection.metric=k3", "algorithm.recompute_logprobs=true", "algorithm.adv_type=zero"),
+        more=("algorithm.loss_type", "algorithm.teacher"),
+    ),
+    Wrong(
         "float32 copies of float32 weights",
         "actor.optim.master_weights",
         "masters-have-a-use",

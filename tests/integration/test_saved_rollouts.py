@@ -69,12 +69,11 @@ def test_rollouts_of_every_kind_of_run_are_replayed(settings: tuple[str, ...], t
     assert all((weights[name] == same[name]).all() for name in weights)
 
 
-def test_rewards_of_a_function_are_computed_anew(tmp_path: Path) -> None:
-    saved = tmp_path / "run" / "rollouts"
+def test_rewards_of_a_function_are_not_replayed(tmp_path: Path) -> None:
+    """What it reads is not saved; the environment's rewards are."""
     own = "reward.fn=test_saved_rollouts:length"
     rows, _ = run(tmp_path / "run", "runner.save_rollouts=true", own)
-    assert run(tmp_path / "again", f"rollout.replay={saved}", own)[0] == rows
-    plain, _ = run(tmp_path / "plain", f"rollout.replay={saved}")
+    plain, _ = run(tmp_path / "plain", f"rollout.replay={tmp_path / 'run' / 'rollouts'}")
     assert "reward/mean" not in plain[1] and plain[1]["train/value_loss"] != rows[1]["train/value_loss"]
 
 
@@ -95,7 +94,8 @@ def test_a_batch_by_weights_of_another_age_is_refused() -> None:
 def test_what_can_not_be_replayed_is_refused_before_the_run(tmp_path: Path) -> None:
     replay = f"rollout.replay={tmp_path}"
     absent = (f"rollout.replay={tmp_path / 'absent'}",)
-    for settings in ((replay,), absent, (replay, "runner.save_rollouts=true"), (replay, f"reward.model={tmp_path}")):
+    further = ("runner.save_rollouts=true", f"reward.model={tmp_path}", "reward.fn=test_saved_rollouts:length")
+    for settings in ((replay,), absent, *((replay, setting) for setting in further)):
         with raises_code("rollouts-can-be-replayed"):
             embodrl.load_config([*TOY, *settings])
 

@@ -129,6 +129,22 @@ def test_a_resumed_run_reads_the_same_teacher(teacher: Path, tmp_path: Path) -> 
         (copied / name).unlink(missing_ok=True)
     with raises_code("teacher-changed", CheckpointError):
         resume(tmp_path / "halves", ["runner.max_iterations=3"])
+    shutil.rmtree(copied)
+    with raises_code("teacher-changed", CheckpointError):
+        resume(tmp_path / "halves", ["runner.max_iterations=3"])
+
+
+def test_a_teacher_in_the_checkpoint_is_not_replaced_by_another_network(teacher: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(teacher, copied)
+    run = tmp_path / "run"
+    distil(run, copied, 1)
+    small = tmp_path / "small"
+    distil(small, teacher, 1, "model.gaussian.hidden_sizes=[24]")
+    shutil.rmtree(copied)
+    shutil.copytree(small / "policy", copied)
+    with raises_code("teacher-changed", CheckpointError):
+        resume(run, ["runner.max_iterations=2"])
 
 
 def test_a_state_teaches_pictures(teacher: Path, tmp_path: Path) -> None:

@@ -323,6 +323,12 @@ def rejection_fits(context: Context) -> Iterator[Finding]:
     elif lower is not None and upper is not None and lower >= upper:
         others = (f"{key}.upper",)
         yield Finding(f"{key}.lower", f"rejects everything: it is not below {upper:g}", "lower it", others=others)
+    elif upper is not None and upper <= 0 and rejection.metric != "k1":
+        message = f"rejects everything: '{rejection.metric}' is never below 0"
+        yield Finding(f"{key}.upper", message, "raise it", "above 0", others=(f"{key}.metric",))
+    if algorithm.adv_type == "zero":
+        message = "masks the policy loss, which adv_type 'zero' leaves out"
+        yield Finding(f"{key}.metric", message, "leave one of them out", "null", others=("algorithm.adv_type",))
     if rejection.level == "token" and algorithm.logprob_type != "token_level":
         message = f"tokens can't be taken from a ratio of logprob_type '{algorithm.logprob_type}'"
         others = ("algorithm.logprob_type", f"{key}.metric")

@@ -164,7 +164,14 @@ def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
         "algorithm.loss_type": (context.loss.offline, "has no rollouts"),
         "rollout.backend": (config.rollout.backend != "native", "acts elsewhere"),
         "runner.save_rollouts": (config.runner.save_rollouts, "saves what is saved already"),
-        "reward.model": (config.reward.model is not None, "reads states that saved rollouts do not have"),
+        **{
+            name: (value is not None, "reads what saved rollouts do not have")
+            for name, value in (
+                ("reward.fn", config.reward.fn),
+                ("reward.model", config.reward.model),
+                ("reward.judge.url", config.reward.judge.url),
+            )
+        },
     }
     for other, (given, what) in apart.items():
         if given:

@@ -150,7 +150,10 @@ class DecoupledConfig(Section):
 
 
 class RejectionConfig(Section):
-    """Rejection of data whose behaviour policy is too far from the policy at the start of the update."""
+    """Masks the policy loss where the behaviour policy is too far from the policy at the start of the update.
+
+    KL to a reference, entropy bonus and value loss keep all data, as the denominators do.
+    """
 
     metric: Literal["ratio", "k1", "k2", "k3"] | None = Field(
         default=None,
@@ -418,7 +421,9 @@ class AlgorithmConfig(Section):
         default=DecoupledConfig(), description="decoupled PPO, for rollouts of older policies"
     )
     rejection: Annotated[RejectionConfig, AppliesIf("algorithm.rejection.metric")] = Field(
-        default=RejectionConfig(), description="masks of old data and of data of other engines, beside their weights"
+        default=RejectionConfig(),
+        description="masks of the policy loss for old data and data of other engines, beside their weights; KL, entropy"
+        " bonus and value loss keep them",
     )
     recompute_logprobs: Literal["auto"] | bool = Field(
         default="auto",

@@ -53,7 +53,7 @@ def num_experts(raw: Mapping[str, object]) -> int:
 
 
 def experts(config: ModelConfig) -> int | None:
-    """Return the number of experts of a planner, also of its checkpoint or warm start; None if that is not at hand."""
+    """Return the number of experts of a planner, also of its checkpoint; None if that is not at hand."""
     assert isinstance(config, PlannerModelConfig)
     path = config.model_path
     if path is None:

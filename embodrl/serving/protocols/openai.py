@@ -30,6 +30,7 @@ from embodrl.serving.wire.chat_api import (
     error_body,
     error_event,
     model_body,
+    refused,
 )
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class OpenaiListener(HttpListener):
             asked = ChatRequest.read(await self.body(request))
             if asked.model != self.model:
                 return self._no_model(asked.model)
+            if asked.count > (most := self.core.settings.max_batch_size):
+                raise refused(f"'n' is {asked.count}", f"send at most serve.max_batch_size={most}")
             if asked.stream:
                 return await self._stream(request, asked)
             found = await self._written(request, asked)
@@ -95,7 +98,12 @@ class OpenaiListener(HttpListener):
                 else replace(found, written=written, tool_calls=parse_calls(written.text))
             )
 
-        return await asyncio.gather(*map(one, range(asked.count)))
+        messages = [asyncio.ensure_future(one(index)) for index in range(asked.count)]
+        try:
+            return await asyncio.gather(*messages)
+        finally:
+            for message in messages:  # of a request that has failed
+                message.cancel()
 
     async def _stream(self, request: Request, asked: ChatRequest) -> StreamResponse:
         """Send events while the policy writes; raises what fails before the first of them."""

@@ -26,7 +26,7 @@ from embodrl.models.common.chat import (
 MAX_TEMPERATURE = 2.0
 MAX_CHOICES = 128
 MAX_STOPS = 4
-MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS = 64
 MAX_PENALTY = 2.0
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by less are infinite; from there on sampling is greedy anyway."""
@@ -186,10 +186,19 @@ def _choices(content: Mapping[str, Any]) -> int:
     return count
 
 
+def _is_utf8(text: str) -> bool:
+    """Return whether a text has no lone surrogates, which JSON may hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _stops(value: object) -> tuple[str, ...]:
     found = [] if value is None else [value] if isinstance(value, str) else value
     listed = cast("list[object]", found) if isinstance(found, list) else [None]
-    texts = tuple(one for one in listed if isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARS)
+    texts = tuple(one for one in listed if isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARS and _is_utf8(one))
     if len(texts) != len(listed) or len(texts) > MAX_STOPS:
         hint = f"send a text, or a list of at most {MAX_STOPS}, each of 1 to {MAX_STOP_CHARS} characters"
         raise refused(f"'stop' is {value!r:.60}", hint)
