@@ -59,6 +59,7 @@ class StoreCollector(NoCollector):
         should_stop: Callable[[], bool],
     ) -> None:
         super().__init__(config, engine)
+        self._engine = engine
         self._reader = reader
         self._check = check
         self._weights = weights
@@ -74,8 +75,8 @@ class StoreCollector(NoCollector):
             self._taken = self._await(self.config.env.train.total_num_envs * self._steps)
         waited_s = time.perf_counter() - started_s
         demos = observed(Demos.concat([part.demos for part in self._taken], with_outcomes=True), self.config)
-        batch = trajectories(demos, self.config, self.engine)
-        return batch, episode_metrics(demos, self.engine.version) | {"time/wait_s": waited_s}
+        batch = trajectories(demos, self.config, self._engine)
+        return batch, episode_metrics(demos, self._engine.version) | {"time/wait_s": waited_s}
 
     @property
     def _steps(self) -> int:

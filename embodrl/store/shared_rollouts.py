@@ -82,6 +82,7 @@ class SharedRollouts(NoCollector):
         should_stop: Callable[[], bool],
     ) -> None:
         super().__init__(config, engine)
+        self._engine = engine
         self._store = weights.store
         self._directory = directory
         self._weights = weights
@@ -135,7 +136,7 @@ class SharedRollouts(NoCollector):
 
     def _choose(self, rows: int) -> list[str] | None:
         """Return rollouts with so many environments, of the oldest that add up to them; None if there are none."""
-        version = self.engine.version
+        version = self._engine.version
         for name, shared in list(self._waiting.items()):
             if shared.newest > version or version - shared.began > self.config.runner.max_staleness:
                 del self._waiting[name]
@@ -168,7 +169,7 @@ class SharedRollouts(NoCollector):
         # What waits may not add up to an update: then it takes no room.
         spare = waiting if waiting >= wanted and self._choose(wanted) is None else 0
         stale = self.config.runner.max_staleness
-        demand = Demand(self.engine.version, rows, (stale + 1) * rows + spare, stale, ledger)
+        demand = Demand(self._engine.version, rows, (stale + 1) * rows + spare, stale, ledger)
         if demand != self._told:
             demand.put(self._store)
             self._told = demand
@@ -224,7 +225,7 @@ class SharedRollouts(NoCollector):
             self._store.remove(DONE)  # left by a run that has been extended
             for name in self._store.names(ROLLOUTS):
                 mark = None if self._ledger.has(*place_of(name)) else self._store.mark(name)
-                if mark is not None and mark.integer("newest") > self.engine.version:
+                if mark is not None and mark.integer("newest") > self._engine.version:
                     self._ledger.add(*place_of(name))
                     self._env_steps_dropped += mark.integer("env_steps")
                     self._rejected += 1

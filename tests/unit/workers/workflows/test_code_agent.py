@@ -83,7 +83,7 @@ def test_what_solves_the_task_earns_1(program: Any) -> None:
             task = EpisodeTask("reach-red", 0, seed, 2, 0)
             run = program.CodeWorkflow().run_episode(cast(EpisodeEngine, engine), cast(Environment, None), task)
             trajectory = asyncio.run(run)
-            assert trajectory.done and [float(chunk.rewards) for chunk in trajectory.chunks][0] == 0.0
+            assert trajectory.done and float(trajectory.chunks[0].rewards) == 0.0
             assert engine.read[0].startswith("f(3, ") and engine.read[1] == "a/b: a / b is not allowed"
             right += [code] if trajectory.success else []
         assert len(right) == 1
