@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 from embodrl.config.rules.base import Context, multiples, rule, value_of
 from embodrl.config.schema import Config
 from embodrl.deployment.launched import VARIABLES, launched
 from embodrl.errors import EmbodrlError
+from embodrl.names import import_object
 from embodrl.rule_set import Finding
 
 KEY = "cluster.controllers"
@@ -117,8 +119,8 @@ def sharded_controllers_share_no_teacher(context: Context) -> Iterator[Finding]:
     sharded = config.cluster.controllers > 1 and config.actor.training_backend == "fsdp"
     if not sharded or config.algorithm.teacher is None or not config.algorithm.kl.coef:
         return
-    from embodrl.models.common.teacher import is_apart  # it may build networks, and so import torch
-
+    # By its name: it may build networks, and so imports torch.
+    is_apart = cast("Callable[[Config], bool]", import_object("embodrl.models.common.teacher:is_apart"))
     try:
         apart = is_apart(config)
     except EmbodrlError:  # reported by the rules of checkpoints

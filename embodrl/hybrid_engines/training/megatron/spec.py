@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 from embodrl.config.rules.base import Context, divisors
+from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError
 from embodrl.models.openvla.spec import OpenVlaConfig
+from embodrl.names import import_object
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import MODELS, EngineSpec
 
@@ -72,8 +75,8 @@ def megatron_has_copies_for_teachers(context: Context) -> Iterator[Finding]:
     config = context.config
     if config.algorithm.teacher is None or not config.algorithm.kl.coef:
         return
-    from embodrl.models.common.teacher import is_apart  # it may build networks, and so import torch
-
+    # By its name: it may build networks, and so imports torch.
+    is_apart = cast("Callable[[Config], bool]", import_object("embodrl.models.common.teacher:is_apart"))
     try:
         apart = is_apart(config)
     except EmbodrlError:  # reported by the rules of checkpoints
