@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
@@ -12,7 +12,8 @@ from typing import Any, TypeVar, cast
 from embodrl.config.nodes import Node, Origin, lookup, origin_of
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, defaults_of
 from embodrl.deployment import Deployment, Solution
-from embodrl.errors import ConfigProblem
+from embodrl.errors import ConfigProblem, EmbodrlError
+from embodrl.names import import_object
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import (
     ADVANTAGES,
@@ -190,6 +191,21 @@ note = CORE.note
 def value_of(config: Config, key: str) -> object:
     """Return the value of a dotted key."""
     return reduce(getattr, key.split("."), config)
+
+
+def teacher_is_apart(config: Config) -> bool | None:
+    """Return whether ``algorithm.teacher`` is a network of its own; None without a readable teacher.
+
+    Files that can't be read are reported by the rules of checkpoints.
+    """
+    if config.algorithm.teacher is None or not config.algorithm.kl.coef:
+        return None
+    # By its name: it may build networks, and so imports torch.
+    is_apart = cast("Callable[[Config], bool]", import_object("embodrl.models.common.teacher:is_apart"))
+    try:
+        return is_apart(config)
+    except EmbodrlError:
+        return None
 
 
 def path_kind(text: str) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import cast
+from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, multiples, rule, value_of
+from embodrl.config.rules.base import Context, multiples, rule, teacher_is_apart, value_of
 from embodrl.config.schema import Config
 from embodrl.deployment.launched import VARIABLES, launched
-from embodrl.errors import EmbodrlError
-from embodrl.names import import_object
 from embodrl.rule_set import Finding
 
 KEY = "cluster.controllers"
@@ -117,15 +114,7 @@ def sharded_controllers_share_no_teacher(context: Context) -> Iterator[Finding]:
     """A teacher of the policy's shapes takes the place of weights that no controller has whole."""
     config = context.config
     sharded = config.cluster.controllers > 1 and config.actor.training_backend == "fsdp"
-    if not sharded or config.algorithm.teacher is None or not config.algorithm.kl.coef:
-        return
-    # By its name: it may build networks, and so imports torch.
-    is_apart = cast("Callable[[Config], bool]", import_object("embodrl.models.common.teacher:is_apart"))
-    try:
-        apart = is_apart(config)
-    except EmbodrlError:  # reported by the rules of checkpoints
-        return
-    if not apart:
+    if sharded and teacher_is_apart(config) is False:
         message = f"has the policy's shapes, and with {KEY}={config.cluster.controllers} no process has whole weights"
         hint = "set actor=native, or choose a teacher of another size"
         yield Finding("algorithm.teacher", message, hint, "null", others=(KEY, "actor.training_backend"))

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from typing import cast
+from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, divisors
-from embodrl.config.schema import Config
-from embodrl.errors import EmbodrlError
+from embodrl.config.rules.base import Context, divisors, teacher_is_apart
 from embodrl.models.openvla.spec import OpenVlaConfig
-from embodrl.names import import_object
 from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import MODELS, EngineSpec
 
@@ -72,16 +68,7 @@ def megatron_has_its_own_optimizer(context: Context) -> Iterator[Finding]:
 @RULES.rule("algorithm.teacher", "algorithm.kl", BACKEND, "model")
 def megatron_has_copies_for_teachers(context: Context) -> Iterator[Finding]:
     """A teacher that is a network of its own has not been tried in processes of megatron."""
-    config = context.config
-    if config.algorithm.teacher is None or not config.algorithm.kl.coef:
-        return
-    # By its name: it may build networks, and so imports torch.
-    is_apart = cast("Callable[[Config], bool]", import_object("embodrl.models.common.teacher:is_apart"))
-    try:
-        apart = is_apart(config)
-    except EmbodrlError:  # reported by the rules of checkpoints
-        return
-    if apart:
+    if teacher_is_apart(context.config):
         message = "is of another size or family than the policy, which the backend megatron does not support"
         hint = "set actor=fsdp or actor=native, or choose a teacher of the policy's shapes"
         yield Finding("algorithm.teacher", message, hint, "null", others=(BACKEND,))
