@@ -102,8 +102,7 @@ class Collector(Protocol):
     def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return another batch for the update, number ``epoch`` of the iteration; metrics cover all since ``gather``.
 
-        It has at least ``groups`` groups if they end by themselves, and those of all environments if they play in
-        lockstep.
+        In lockstep all environments play once more; otherwise at least ``groups`` groups come.
 
         Raises:
             InterruptedError: as in ``gather``.

@@ -445,7 +445,7 @@ class RemoteCollector:
         return self._join(parts, self.config.algorithm.rollout_epoch)
 
     def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
-        return self._join(self.rollouts.call("gather_more", [(iteration, epoch)] * self.rollouts.size), 1)
+        return self._join(self.rollouts.call("gather_more", [(iteration, epoch, groups)] * self.rollouts.size), 1)
 
     def _join(self, parts: list[Gathered], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return one batch, rollout by rollout, as if one process had stepped all environments."""

@@ -136,9 +136,9 @@ class RolloutProcess(ActingProcess):
         return self._rolled_out(call, lambda: self.collector.gather(iteration)[0])
 
     @dispatch()
-    def gather_more(self, call: int, iteration: int, epoch: int) -> dict[str, object] | None:
+    def gather_more(self, call: int, iteration: int, epoch: int, groups: int) -> dict[str, object] | None:
         """Like ``gather``, for another rollout of the update."""
-        return self._rolled_out(call, lambda: self.collector.gather_more(iteration, epoch, 0)[0])
+        return self._rolled_out(call, lambda: self.collector.gather_more(iteration, epoch, groups)[0])
 
     @dispatch()
     def roll_out(self, call: int, shard: dict[str, Any]) -> dict[str, object] | None:

@@ -150,7 +150,7 @@ class ReplayedRollouts(NoCollector):
         check_policy(str(path), batch, self.config)
         check_age(str(path), batch, iteration, self.config)
         if batch.call_id is not None:
-            batch.call_id = None  # calls of another run's rewards, which are computed anew
+            batch.call_id = None  # numbers of reward calls in the run that saved it
         return batch, metrics
 
 

@@ -77,7 +77,7 @@ class WrittenText:
     def before(self, stops: Sequence[str]) -> WrittenText:
         """Return what stands before the stop sequence that ends first; a token with its beginning loses that."""
         whole = b"".join(self.tokens)
-        found = [(whole.index(stop) + len(stop), whole.index(stop)) for stop in map(_utf8, stops) if stop in whole]
+        found = [(whole.index(stop) + len(stop), whole.index(stop)) for stop in map(str.encode, stops) if stop in whole]
         if not found:
             return self
         stop_end, cut = min(found)
@@ -213,7 +213,7 @@ def said_before_calls(text: str) -> str:
 
 
 def text_before_stops(text: str, stops: Sequence[str]) -> str:
-    """Return the beginning of an unfinished message that no stop sequence is part of, however the message goes on."""
+    """Return what can be sent of an unfinished message: all before a stop sequence, or what may become one."""
     if found := [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]:
         return text[: min(found)[1]]
     return text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
@@ -232,11 +232,6 @@ def certain_text(text: str) -> str:
 def _begun(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may be the beginning of a mark."""
     return next((count for count in range(len(mark) - 1, 0, -1) if text.endswith(mark[:count])), 0)
-
-
-def _utf8(text: str) -> bytes:
-    # A lone surrogate, which JSON can hold, has no UTF-8.
-    return text.encode("utf-8", errors="replace")
 
 
 def tagged(call: str) -> str:

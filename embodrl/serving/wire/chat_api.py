@@ -382,7 +382,7 @@ class _ChoiceStream:
             length += len(self._texts[ready])
             ready += 1
         while self._asked.stops and ready > self._sent and not self._texts[ready - 1]:
-            ready -= 1  # its character, which may begin a stop sequence, goes on
+            ready -= 1  # an incomplete character, which may begin a stop sequence
         events: list[bytes] = []
         for place in range(self._sent, ready):
             events += self._token_events(self._received[place], self._texts[place])

@@ -51,7 +51,7 @@ def check_trainable(engine: EpisodeEngine, asked: ChatRequest) -> None:
         own = f"the run's temperature is {engine.temperature:g} (algorithm.sampling.temperature)"
         raise refused(f"{given}, but the run says how messages are chosen", f"leave it out; {own}")
     if asked.count > 1 or asked.stops or asked.rules != TokenRules():
-        # Log-probs that train are those of the run's distribution, and an episode has one next message.
+        # Training needs log-probs under the run's own distribution, and an episode has one next message.
         hint = "leave out n, stop, top_p, presence_penalty and frequency_penalty"
         raise refused("an episode's messages are chosen as the run is trained", hint)
 
