@@ -20,7 +20,7 @@ from embodrl.fields import Fields
 from embodrl.storage.json_file import write_json_file
 from embodrl.store.shards import place_of
 from embodrl.store.store import Store
-from embodrl.workers.reward import DetachedRewards, Outcome
+from embodrl.workers.reward import DetachedRewards, outcomes_of
 from embodrl.workers.saved_rollouts import load_rollout, save_rollout
 
 ROLLOUTS = "rollouts"
@@ -175,14 +175,7 @@ class SharedRollout:
 
 
 def _rewards(mark: Fields) -> DetachedRewards | None:
-    if "rewards" not in mark:
-        return None
-    outcomes: list[Outcome] = []
-    for one in mark.objects("rewards"):
-        paid = one.numbers("reward") if isinstance(one.content.get("reward"), list) else one.number("reward", None)
-        told = (one.text("error"), one.text("hint"))
-        outcomes.append({"reward": paid, "error": told[0], "hint": told[1], "failed": one.integer("failed")})
-    return {"outcomes": outcomes, "waited_s": 0.0}
+    return {"outcomes": outcomes_of(mark, "rewards"), "waited_s": 0.0} if "rewards" in mark else None
 
 
 def run_of(store: Store) -> tuple[str, str]:

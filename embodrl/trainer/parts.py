@@ -116,7 +116,9 @@ def build(
     parts = make(session, device, stopped, closing, on_step)
     if config.runner.save_rollouts:
         rollouts = parts.rollouts
-        rollouts.collector = SavingCollector(rollouts.collector, session.directory / ROLLOUTS_DIR)
+        rollouts.collector = SavingCollector(rollouts.collector, session.directory / ROLLOUTS_DIR, parts.rewards)
+    if isinstance(parts.rollouts.collector, ReplayedRollouts):
+        parts.rollouts.collector.rewards = parts.rewards
     if config.algorithm.teacher is not None and config.algorithm.kl.coef:
         load_teacher(session, parts.policy, parts.engine)
     session.engine = parts.engine

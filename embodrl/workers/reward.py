@@ -26,6 +26,7 @@ from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.base import EnvSpec
 from embodrl.errors import CheckpointError, RewardError, user_location
+from embodrl.fields import Fields
 from embodrl.names import import_function
 from embodrl.user_code import exits_raise, raised_by_embodrl
 from embodrl.workers.episode import JUDGED, Episode, episode_of
@@ -119,6 +120,10 @@ class RewardWorker:
         self._rewarded_batches = 0
         self._ahead = config.runner.max_staleness
         self._waited_s = 0.0  # by rollout processes, since the last paid batch
+        self.on_paid: Callable[[list[Outcome]], None] | None = None
+        """Called with the outcomes of a batch, in the order of its episodes."""
+        self.replayed: list[Outcome] | None = None
+        """Outcomes of the next batch, in place of calls."""
         srpo = config.algorithm.srpo
         self.srpo = SrpoRewards(srpo) if srpo.enabled else None
         self.encoder = make_encoder(srpo)
@@ -165,11 +170,8 @@ class RewardWorker:
         """Adopt the rewards of a batch from ``detach`` or ``known``; thread-safe."""
         numbers: dict[int, int] = {}
         for place, outcome in enumerate(detached["outcomes"]):
-            # The call was made in another process; a finished future stands in for it.
-            call: Future[tuple[Tensor | RewardError, int]] = Future()
-            call.set_result(_restored(outcome))
             numbers[place] = next(self._numbers)
-            self._begun[numbers[place]] = _PendingCall(None, call, self._rewarded_batches)
+            self._begun[numbers[place]] = _ended_call(outcome, self._rewarded_batches)
         _renumber(batch, numbers)
         self._waited_s = max(self._waited_s, detached["waited_s"])
 
@@ -246,7 +248,7 @@ class RewardWorker:
 
     def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
         clock = time.perf_counter()
-        calls = self._calls_of(batch, episodes)
+        calls = self._calls_of(batch, episodes) if self.replayed is None else self._replayed(self.replayed, episodes)
         unfinished = sum(not begun.call.done() for begun in calls)
         results = [begun.result() for begun in calls]
         waited = time.perf_counter() - clock + self._waited_s
@@ -258,6 +260,8 @@ class RewardWorker:
             raise RewardError(message, "fix the function, or raise reward.timeout_s or reward.retries")
         if errors and self.settings.on_error == "raise":
             raise errors[0]
+        if self.on_paid is not None:
+            self.on_paid([_outcome(*result) for result in results])
         if errors:
             logger.warning("%d of %d episodes have no reward: %s", len(errors), len(outcomes), errors[0].message)
         _pay(batch, episodes, {n: o for n, o in enumerate(outcomes) if not isinstance(o, RewardError)})
@@ -302,6 +306,13 @@ class RewardWorker:
             calls.append(begun)
         return calls
 
+    def _replayed(self, outcomes: list[Outcome], episodes: Episodes) -> list[_PendingCall]:
+        if len(outcomes) != len(episodes):
+            message = f"{len(episodes)} episodes to judge, but the saved run judged {len(outcomes)} in this iteration"
+            hint = "replay with the settings of the run that saved them, or without reward.fn, model and judge"
+            raise RewardError(message, hint, code="rollout-of-other-rewards")
+        return [_ended_call(outcome, self._rewarded_batches) for outcome in outcomes]
+
     def _record(self, batch: TrajectoryBatch, episodes: Episodes, number: int) -> Episode:
         chunks = episodes.index == number
         task = self.tasks[int(episodes.of(batch.task_id)[number])]
@@ -323,6 +334,23 @@ def _outcome(result: Tensor | RewardError, failed: int) -> Outcome:
     if isinstance(result, RewardError):
         return {"reward": None, "error": result.message, "hint": result.hint, "failed": failed}
     return {"reward": result.tolist(), "error": "", "hint": "", "failed": failed}
+
+
+def _ended_call(outcome: Outcome, since: int) -> _PendingCall:
+    """Return a call that was made in another process or run."""
+    call: Future[tuple[Tensor | RewardError, int]] = Future()
+    call.set_result(_restored(outcome))
+    return _PendingCall(None, call, since)
+
+
+def outcomes_of(fields: Fields, name: str) -> list[Outcome]:
+    """Read a list of outcomes from JSON; raises the error of ``fields``."""
+    outcomes: list[Outcome] = []
+    for one in fields.objects(name):
+        paid = one.numbers("reward") if isinstance(one.content.get("reward"), list) else one.number("reward", None)
+        told = (one.text("error"), one.text("hint"))
+        outcomes.append({"reward": paid, "error": told[0], "hint": told[1], "failed": one.integer("failed")})
+    return outcomes
 
 
 def _restored(outcome: Outcome) -> tuple[Tensor | RewardError, int]:

@@ -13,14 +13,17 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
 from embodrl.errors import BatchError, EmbodrlError, FileFormatError
-from embodrl.fields import Fields, parse_fields
+from embodrl.fields import Fields, parse_fields, read_fields
 from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, atomic_file
 from embodrl.storage.files import write_safetensors
+from embodrl.storage.json_file import write_json_file
 from embodrl.storage.tensor_files import open_tensors
 from embodrl.workers.collector import Collector, Metrics, NoCollector, RolloutState
+from embodrl.workers.reward import RewardWorker, outcomes_of
 
 ROLLOUTS_DIR = "rollouts"
 FACTS = "embodrl_rollout"
+OUTCOMES = "outcomes"
 HINT = "name the directory rollouts/ of a run with runner.save_rollouts=true"
 
 
@@ -82,22 +85,31 @@ def _metrics(fields: Fields) -> Metrics:
     return {name: None if value is None else fields.number(name) for name, value in kept.items()}
 
 
+def rewards_file(directory: Path, iteration: int) -> Path:
+    """Return the path of what ``reward.fn``, ``model`` or ``judge`` paid in an iteration."""
+    return directory / f"iteration_{iteration + 1:06d}_rewards.json"
+
+
 class SavingCollector(Collector):
-    """Writes every batch that another collector gathers.
+    """Writes every batch that another collector gathers, and the rewards of its episodes.
 
     Args:
         inner: gathers the batches.
         directory: of the files.
+        rewards: judges the episodes.
     """
 
-    def __init__(self, inner: Collector, directory: Path) -> None:
+    def __init__(self, inner: Collector, directory: Path, rewards: RewardWorker) -> None:
         self.config = inner.config
         self.inner = inner
         self.directory = directory
+        self.rewards = rewards
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         batch, metrics = self.inner.gather(iteration)
         save_rollout(rollout_file(self.directory, iteration), batch, metrics)
+        path = rewards_file(self.directory, iteration)
+        self.rewards.on_paid = lambda outcomes: write_json_file(path, {OUTCOMES: outcomes})
         return batch, metrics
 
     def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -133,11 +145,17 @@ class SavingCollector(Collector):
 class ReplayedRollouts(NoCollector):
     """Gives the saved batches of another run in place of new ones.
 
-    ``config`` and ``engine`` are as for ``NoCollector``; ``rollout.replay`` names the directory. Raises EmbodrlError
-    for batches of another policy or age.
+    ``config`` and ``engine`` are as for ``NoCollector``; ``rollout.replay`` names the directory, and ``rewards`` pay
+    what the other run paid. Raises EmbodrlError for batches of another policy or age.
     """
 
+    rewards: RewardWorker | None = None
+
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        if self.rewards is not None and self.rewards.calls is not None:
+            assert self.config.rollout.replay is not None
+            path = rewards_file(Path(self.config.rollout.replay), iteration)
+            self.rewards.replayed = outcomes_of(read_fields(path, FileFormatError, HINT), OUTCOMES)
         return self._load(iteration, 0)
 
     def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:

@@ -17,7 +17,7 @@ import embodrl
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import FileFormatError
 from embodrl.reporting.rows import is_measured
-from embodrl.workers.saved_rollouts import check_age, load_rollout, rollout_file
+from embodrl.workers.saved_rollouts import check_age, load_rollout, rewards_file, rollout_file
 
 pytestmark = pytest.mark.slow
 TOY = ["env=toy", "model=mlp", "env.state=full", "env.num_processes=1", "env.train.total_num_envs=4"]
@@ -69,16 +69,38 @@ def test_rollouts_of_every_kind_of_run_are_replayed(settings: tuple[str, ...], t
     assert all((weights[name] == same[name]).all() for name in weights)
 
 
-def test_rewards_of_a_function_are_not_replayed(tmp_path: Path) -> None:
-    """What it reads is not saved; the environment's rewards are."""
-    own = "reward.fn=test_saved_rollouts:length"
-    rows, _ = run(tmp_path / "run", "runner.save_rollouts=true", own)
-    plain, _ = run(tmp_path / "plain", f"rollout.replay={tmp_path / 'run' / 'rollouts'}")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), id="main-process"),
+        pytest.param((*PROCESSES, "runner.max_staleness=1"), id="processes-ahead", marks=pytest.mark.long),
+    ],
+)
+def test_rewards_of_a_function_are_replayed(settings: tuple[str, ...], tmp_path: Path) -> None:
+    """They are those that the run paid: the function reads more than a batch has."""
+    own = (*settings, "reward.fn=test_saved_rollouts:reached", "reward.on_error=drop")
+    rows, weights = run(tmp_path / "run", "runner.save_rollouts=true", *own)
+    saved = f"rollout.replay={tmp_path / 'run' / 'rollouts'}"
+    again, same = run(tmp_path / "again", saved, *own)
+    assert again == rows and rows[-1]["reward/errors"] > 0
+    assert all((weights[name] == same[name]).all() for name in weights)
+    plain, _ = run(tmp_path / "plain", saved, *settings)
     assert "reward/mean" not in plain[1] and plain[1]["train/value_loss"] != rows[1]["train/value_loss"]
+    paid = rewards_file(tmp_path / "run" / "rollouts", 0)
+    judged = json.loads(paid.read_text())["outcomes"]
+    paid.write_text(json.dumps({"outcomes": judged[1:]}))
+    with raises_code("rollout-of-other-rewards"):
+        run(tmp_path / "fewer", saved, *own)
+    paid.unlink()
+    with raises_code("rollouts-can-be-replayed"):
+        run(tmp_path / "unpaid", saved, *own)
 
 
-def length(episode: Any) -> float:
-    return float(len(episode.rewards))
+def reached(episode: Any) -> float:
+    """Return a number from what batches do not have; the call of some episodes fails."""
+    if episode.start_state[3] > 0:
+        raise ValueError("no reward")
+    return float(episode.states[-1].sum())
 
 
 def test_a_batch_by_weights_of_another_age_is_refused() -> None:
@@ -94,7 +116,7 @@ def test_a_batch_by_weights_of_another_age_is_refused() -> None:
 def test_what_can_not_be_replayed_is_refused_before_the_run(tmp_path: Path) -> None:
     replay = f"rollout.replay={tmp_path}"
     absent = (f"rollout.replay={tmp_path / 'absent'}",)
-    further = ("runner.save_rollouts=true", f"reward.model={tmp_path}", "reward.fn=test_saved_rollouts:length")
+    further = ("runner.save_rollouts=true", f"reward.model={tmp_path}", "reward.fn=test_saved_rollouts:reached")
     for settings in ((replay,), absent, *((replay, setting) for setting in further)):
         with raises_code("rollouts-can-be-replayed"):
             embodrl.load_config([*TOY, *settings])

@@ -143,7 +143,7 @@ def running_shards_can_adapt(context: Context) -> Iterator[Finding]:
         yield Finding(key, message, hint, f"1 to {shards - 1}" if shards > 1 else "null")
 
 
-@rule("rollout.replay", "algorithm.loss_type", "rollout.backend", "reward.model", "runner")
+@rule("rollout.replay", "algorithm.loss_type", "rollout.backend", "reward", "runner")
 def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
     """Saved rollouts are there for every iteration, and nothing else has to act in them."""
     config = context.config
@@ -151,27 +151,26 @@ def rollouts_can_be_replayed(context: Context) -> Iterator[Finding]:
     key = "rollout.replay"
     if directory is None:
         return
+    reward = config.reward
+    rewards = {"reward.fn": reward.fn, "reward.model": reward.model, "reward.judge.url": reward.judge.url}
     if path_kind(directory) != "directory":
         message = f"no directory '{directory}'"
         yield Finding(key, message, "save one: runner.save_rollouts=true writes RUN/rollouts", "a directory, or null")
     else:
-        there = sum(1 for _ in Path(directory).expanduser().glob("iteration_??????.safetensors"))
-        if there < config.runner.max_iterations:
-            message = f"has {there} rollouts, and runner.max_iterations is {config.runner.max_iterations}"
-            hint = f"set runner.max_iterations={there}" if there else "name RUN/rollouts of a run that saved them"
-            yield Finding(key, message, hint, others=("runner.max_iterations",))
+        judged = next((name for name, value in rewards.items() if value is not None), None)
+        saved = {"rollouts": "iteration_??????.safetensors"}
+        if judged is not None:
+            saved[f"rewards of {judged}"] = "iteration_??????_rewards.json"
+        for what, pattern in saved.items():
+            there = sum(1 for _ in Path(directory).expanduser().glob(pattern))
+            if there < config.runner.max_iterations:
+                message = f"has {there} {what}, and runner.max_iterations is {config.runner.max_iterations}"
+                hint = f"set runner.max_iterations={there}" if there else "name RUN/rollouts of a run that saved them"
+                yield Finding(key, message, hint, others=("runner.max_iterations",))
     apart = {
         "algorithm.loss_type": (context.loss.offline, "has no rollouts"),
         "rollout.backend": (config.rollout.backend != "native", "acts elsewhere"),
         "runner.save_rollouts": (config.runner.save_rollouts, "saves what is saved already"),
-        **{
-            name: (value is not None, "reads what saved rollouts do not have")
-            for name, value in (
-                ("reward.fn", config.reward.fn),
-                ("reward.model", config.reward.model),
-                ("reward.judge.url", config.reward.judge.url),
-            )
-        },
     }
     for other, (given, what) in apart.items():
         if given:
