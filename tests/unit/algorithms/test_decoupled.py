@@ -304,6 +304,9 @@ def test_the_cap_and_the_bounds_of_the_metrics(logs: list[float], cap: float, da
     assert torch.equal(exceeds, same) and torch.equal(exceeds, plain > cap)
     assert torch.equal(masked[~exceeds], plain[~exceeds]) and torch.equal(clamped[~exceeds], plain[~exceeds])
     assert (masked[exceeds] == 0).all() and (clamped[exceeds] == torch.tensor(cap)).all()
+    floored, same = cap_weights(log_weights, cap, "mask", 0.5)
+    expected = [0.0 if w > cap else max(w, 0.5) for w in plain.flatten().tolist()]
+    assert torch.equal(exceeds, same) and floored.flatten().tolist() == expected
     uncapped, none = cap_weights(log_weights, None, "clamp")
     assert torch.equal(uncapped, plain) and not none.any()
     count = mask.sum().clamp_min(1).float()
