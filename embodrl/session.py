@@ -80,6 +80,8 @@ class Session:
     ...         session.train(batch, advantages)
     ...         print(session.sync()["rollout/success_rate"])
 
+    Off policy (SAC, DAgger) there are no advantages: ``session.train(batch)`` keeps the rollout and updates.
+
     Each step is the one that the trainer takes: an iteration has the row, and the weights, of `embodrl train`'s.
     Simulators and processes run from ``with`` to its end. ``runner.output_dir`` holds their logs; rows, checkpoints,
     evaluations on the way, moves between devices and the report are the script's.
@@ -116,14 +118,14 @@ class Session:
         """Start the simulators and processes of the run.
 
         Raises:
-            EmbodrlError: the algorithm does not learn from its rollouts alone, a requirement is missing, or a process
-                could not be started.
+            EmbodrlError: the algorithm has no rollouts, or the pipeline is one's own (``session-pipeline``), a
+                requirement is missing, or a process could not be started.
         """
         config = self.config
-        if LOSSES.entry(config.algorithm.loss_type).learns_from_records or config.pipeline.fn is not None:
+        if LOSSES.entry(config.algorithm.loss_type).offline or config.pipeline.fn is not None:
             raise EmbodrlError(
-                "a session takes the steps of the pipeline on_policy, and the configuration implies another",
-                "leave out pipeline.fn and choose an algorithm such as ppo or grpo, or call embodrl.train",
+                "a session takes the steps of a built-in pipeline with rollouts, and the configuration implies another",
+                "leave out pipeline.fn and choose an algorithm such as ppo or sac, or call embodrl.train",
                 code="session-pipeline",
             )
         self._started = self._closing.enter_context(started(self._loaded))
@@ -192,7 +194,7 @@ class Session:
         walk = Walk(learner.graph, learner.open_iteration(self.iteration), learner.before_node)
         found: object = batch
         try:
-            while (node := walk.next()) is not None and node.role != "advantage":
+            while (node := walk.next()) is not None and node.role not in _LEARNS:
                 if node.role == "rollout" and batch is not None:
                     steps: dict[str, float | None] = {"env_steps": batch.meta["env_steps"]}
                     walk.end(node, None, rollout_metrics([meta_of(batch)]) | steps)
@@ -217,30 +219,45 @@ class Session:
         return _run(walk, node, batch)  # pyright: ignore[reportReturnType]  (the pipeline's node returns them)
 
     def train(
-        self, batch: TrajectoryBatch, advantages: Advantages, loss: Callable[..., LossOutput] | None = None
+        self,
+        batch: TrajectoryBatch,
+        advantages: Advantages | None = None,
+        loss: Callable[..., LossOutput] | None = None,
     ) -> dict[str, float | None]:
-        """Update the weights with ``algorithm.loss_type``, ``algorithm.update_epoch`` times over the batch.
+        """Update the weights with ``algorithm.loss_type``.
+
+        On policy: ``algorithm.update_epoch`` times over the batch. Off policy: the batch is added to the replay buffer,
+        from which the updates draw.
 
         Args:
             batch: of ``rollout``.
-            advantages: of ``advantages``, or of one's own.
+            advantages: of ``advantages``, or of one's own; None off policy, where there are none.
             loss: in its place, a function that ``embodrl.register_loss`` would take. Training processes import it.
 
         Returns:
             metrics, by the names of metrics.jsonl.
 
         Raises:
-            EmbodrlError: there was no rollout since the last update (``session-order``), or the run can't use the loss
-                (``session-loss``, ``function-parameter-unknown``).
+            EmbodrlError: there was no rollout since the last update (``session-order``), the run can't use the loss
+                (``session-loss``, ``function-parameter-unknown``), or advantages are given off policy, or not given on
+                policy (``session-advantages``).
         """
         self._check_idle("train", ahead=True)
+        off_policy = LOSSES.entry(self.config.algorithm.loss_type).off_policy
+        if off_policy != (advantages is None):
+            problem = "an off-policy update has no advantages" if off_policy else "an update on policy needs advantages"
+            hint = "call train(batch)" if off_policy else "call train(batch, session.advantages(batch))"
+            raise EmbodrlError(problem, hint, code="session-advantages")
         given = {} if loss is None else {"loss": self._usable(loss)}
-        walk, node = self._next("train", "advantage", "train")
-        if node.role == "advantage":
-            walk.skip(node)
-            walk, node = self._next("train", "train")
+        walk, node = self._next("train", *_LEARNS, "train")
         known = walk.metrics().keys()
-        _run(walk, node, batch, advantages, **given)
+        if node.role == "store":
+            _run(walk, node, batch)
+        elif node.role == "advantage":
+            walk.skip(node)
+        if node.role in _LEARNS:
+            walk, node = self._next("train", "train")
+        _run(walk, node, *(() if off_policy else (batch, advantages)), **given)
         return {name: value for name, value in walk.metrics().items() if name not in known}
 
     def sync(self) -> Row:
@@ -290,13 +307,14 @@ class Session:
             overrides: more of the section ``collect``, such as ``collect.sample=true``.
 
         Raises:
-            EmbodrlError: a setting is invalid, rollouts are played by other processes (``policy-in-processes``), or
-                submitted episodes run (``session-episodes``).
+            EmbodrlError: a setting is invalid, or submitted episodes run (``session-episodes``).
         """
         learner = self._learner
         self._check_idle("record", ahead=False)
         learner.phases.enter("act")
         more = [f"collect.output_dir={Path(directory).absolute()}", f"collect.num_episodes={num_episodes}"]
+        if self._loaded.deployment.rolls_out_in_processes:
+            more += _IN_THIS_PROCESS
         text, name = self._loaded.to_yaml(), Path("the session's configuration")
         loaded = load_run(name, [*more, *overrides], "record", resuming=True, trust=True, text=text)
         return collect(loaded, policy=self.policy)
@@ -359,7 +377,9 @@ class Session:
         spec, configured = LOSSES.of(label, loss), LOSSES.entry(config.algorithm.loss_type)
         remote = isinstance(self._learner.engine, RemoteTrainEngine)
         problem = hint = ""
-        if spec.needs_values and not configured.needs_values:
+        if configured.off_policy:
+            problem, hint = "is of rollouts, and the algorithm is off policy", "choose an algorithm such as ppo"
+        elif spec.needs_values and not configured.needs_values:
             problem, hint = "reads values, and there is no critic", "choose an algorithm with one, such as ppo"
         elif configured.needs_values and not spec.needs_values and config.actor.optim.critic_warmup_iterations:
             problem = "does not train the critic, which the first updates train alone"
@@ -409,8 +429,12 @@ def _is_importable(label: str, function: object) -> bool:
         return False
 
 
+_IN_THIS_PROCESS = (r"cluster.component_placement={actor\,rollout\,env: 0}", "cluster.placement=given")
+_IN_THIS_PROCESS += ("rollout.own_process=false",)
 _CHUNKS = "embodrl.workers.workflows.workflow:ChunkWorkflow"
-_STEPS = {"advantage": "advantages or train", "train": "train", "sync": "sync"}
+_LEARNS = ("advantage", "store")
+"""Roles of the first node that learns from a rollout: on and off policy."""
+_STEPS = {"advantage": "advantages or train", "store": "train", "train": "train", "sync": "sync"}
 """Role of a node -> the steps that run it."""
 
 

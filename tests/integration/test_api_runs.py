@@ -248,10 +248,44 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_session_is_for_runs_that_learn_from_their_rollouts(tmp_path: Path) -> None:
-    sac = ["env=toy", "model=mlp", "algorithm=sac", "env.state=full", f"runner.output_dir={tmp_path / 'run'}"]
-    with raises_code("session-pipeline"), embodrl.Session(sac):
+@pytest.mark.parametrize("algorithm", ["sac", "dagger"])
+def test_a_session_learns_off_policy(algorithm: str, tmp_path: Path) -> None:
+    from embodrl.algorithms.losses import actor_loss
+
+    small = ["env=toy", "model=mlp", "env.state=full", f"algorithm={algorithm}", "runner.max_iterations=2"]
+    small += ["env.num_processes=1", "env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=25"]
+    small += ["runner.eval_interval=0", "runner.eval_at_start=false", "env.eval.num_episodes=4"]
+    small += ["actor.global_batch_size=8", "actor.micro_batch_size=8"]
+    small += ["algorithm.off_policy.warm_up=50"] if algorithm == "sac" else []
+    trained = embodrl.train([*small, f"runner.output_dir={tmp_path / 'run'}"])
+    with embodrl.Session([*small, f"runner.output_dir={tmp_path / 'session'}"]) as session:
+        rows = []
+        for _ in range(2):
+            batch = session.rollout()
+            with raises_code("session-order", EmbodrlError, "train"):
+                session.advantages(batch)
+            with raises_code("session-advantages"):
+                session.train(batch, made(batch))
+            with raises_code("session-loss"):
+                session.train(batch, loss=actor_loss)
+            assert session.train(batch)["replay/size"]
+            rows.append(session.sync())
+        session.save(tmp_path / "policy")
+    expected = [{k: v for k, v in unclocked(row).items() if not k.startswith("eval/")} for row in trained.metrics]
+    assert [unclocked(row) for row in rows] == expected[-2:]
+    found, learned = (load_file(path / "policy" / "model.safetensors") for path in (tmp_path, trained.run_dir))
+    assert found.keys() == learned.keys() and all(torch.equal(found[name], learned[name]) for name in found)
+
+
+def test_a_session_is_for_runs_with_rollouts(tmp_path: Path) -> None:
+    iql = ["env=toy", "model=mlp", "algorithm=iql", "env.state=full", f"runner.output_dir={tmp_path / 'run'}"]
+    embodrl.collect(tiny(), ["collect.format=raw", f"collect.output_dir={tmp_path / 'demos'}"])
+    with raises_code("session-pipeline"), embodrl.Session([*iql, f"algorithm.off_policy.demos={tmp_path / 'demos'}"]):
         pass
+    with embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / 'ppo'}"]) as session:
+        batch = session.rollout()
+        with raises_code("session-advantages"):
+            session.train(batch)
     assert not (tmp_path / "run").exists()
 
 
