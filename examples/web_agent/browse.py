@@ -2,9 +2,9 @@
 
 PYTHONPATH=examples/web_agent embodrl train --config examples/web_agent/config.yaml
 
-The pages are HTML in this file, and nothing serves them: the agent sees their text, with links in brackets. Facts
-differ between episodes, so that answers must be read; with two animals and two foods there are eight different
-episodes, in training as in evaluations. No simulator takes part; that of ``env=toy`` stands idle.
+The browser reads HTML by HTTP, from this machine's own server here: the agent sees the text of a page, with links in
+brackets. Facts differ between episodes, so that answers must be read; with two animals and two foods there are eight
+different episodes, in training as in evaluations. No simulator takes part; that of ``env=toy`` stands idle.
 
 From random weights (seed 0) 40 iterations of GRPO raise the success of 64 evaluation episodes from 53 to 100 % with the
 most probable messages, and from 45 to 100 % with sampled ones; guessing earns half. It took five minutes on two CPU
@@ -13,9 +13,16 @@ cores, and was measured once; other seeds have not been tried.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
 from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from urllib.parse import parse_qs, quote, urljoin, urlsplit
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -28,6 +35,8 @@ HOME_PAGE = "<html><head><title>Animals</title></head><body><p>{links}</p></body
 ANIMAL_PAGE = """<html><head><title>{animal}</title></head>
 <body><nav><a href="home">home</a></nav><p>The {animal} eats <b>{food}</b></p></body></html>"""
 TURNS = 2  # messages of an episode: the last one answers, those before open or search
+TIMEOUT_S = 10.0
+MAX_BYTES = 2**20  # of a page; the rest is not read
 
 
 class PageReader(HTMLParser):
@@ -96,31 +105,77 @@ def words_of(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.lower()))
 
 
+class Pages(BaseHTTPRequestHandler):
+    """Serves the site of each seed, ``/SEED/home`` and ``/SEED/ANIMAL``, and ``/SEED/search?words=WORDS``."""
+
+    def do_GET(self) -> None:
+        """See BaseHTTPRequestHandler."""
+        url = urlsplit(self.path)
+        seed, _, address = url.path.strip("/").partition("/")
+        site = make_site(make_question(int(seed))[1]) if seed.isdecimal() else {}
+        if site and address == "search":
+            found = search(site, " ".join(parse_qs(url.query).get("words", [])))
+            html: str | None = " ".join(f"{make_link(address)} {site[address]}" for address in found)
+        else:
+            html = site.get(address)
+        body = (html or "<p>not found</p>").encode()
+        self.send_response(404 if html is None else 200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+@cache
+def start_server() -> str:
+    """Serve ``Pages`` to this machine, until the process ends; return their address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}/"
+
+
+def fetch(url: str) -> str:
+    """Return the HTML at an address of the web; OSError if there is none."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise OSError(f"{url} is not of the web")
+    with urlopen(Request(url, headers={"Accept": "text/html"}), timeout=TIMEOUT_S) as answer:
+        return answer.read(MAX_BYTES).decode(answer.headers.get_content_charset() or "utf-8", "replace")
+
+
 class Browser:
-    """The site and the page that is open.
+    """The page of a site that is open; ``visit`` opens the first.
 
     Args:
-        site: HTML by address, ``home`` among them.
+        site: address of the home page, beside which there is ``search?words=WORDS``.
     """
 
-    def __init__(self, site: Mapping[str, str]) -> None:
-        self.site = site
-        self.page = PageReader(site[HOME])
+    def __init__(self, site: str) -> None:
+        self.site = self.url = site
+        self.page = PageReader("")
 
     def tools(self) -> list[Tool]:
         """Return what leads to other pages: the links of this one, and the search."""
         return [make_tool("open", "link", self.page.links), make_tool("search", "words", ANIMALS)]
 
-    def open(self, link: str) -> str:
-        """Go to a page; return its text."""
-        self.page = PageReader(self.site[link])
+    async def visit(self, url: str) -> str:
+        """Go to a page; return its text, or what is wrong with it."""
+        try:
+            html = await asyncio.to_thread(fetch, url)
+        except OSError as error:
+            html = f"<p>{escape(str(error))}</p>"
+        self.url, self.page = url, PageReader(html)
         return self.page.text
 
-    def search(self, words: str) -> str:
+    async def open(self, link: str) -> str:
+        """Follow a link; return the text of its page."""
+        return await self.visit(urljoin(self.url, link))
+
+    async def search(self, words: str) -> str:
         """Go to a page of what is found, links with their texts; return its text."""
-        found = search(self.site, words)
-        self.page = PageReader(" ".join(f"{make_link(address)} {self.site[address]}" for address in found))
-        return self.page.text
+        return await self.visit(urljoin(self.site, f"search?words={quote(words)}"))
 
 
 def make_tool(name: str, argument: str, values: Sequence[str]) -> Tool:
@@ -135,8 +190,8 @@ class BrowseWorkflow(RolloutWorkflow):
     async def run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
         """Play one episode of at most ``TURNS`` messages."""
         asked, food_of = make_question(task.seed)
-        browser, trajectory = Browser(make_site(food_of)), Trajectory(task)
-        question = f"{browser.page.text} What is eaten by the {asked}"
+        browser, trajectory = Browser(urljoin(start_server(), f"{task.seed}/{HOME}")), Trajectory(task)
+        question = f"{await browser.visit(browser.site)} What is eaten by the {asked}"
         messages: list[dict[str, object]] = [{"role": "user", "content": question}]
         answer = make_tool("answer", "text", FOODS)
         for turn in range(TURNS):
@@ -149,7 +204,7 @@ class BrowseWorkflow(RolloutWorkflow):
                 trajectory.add_message(completion, float(right), terminated=True, success=right)
                 break
             trajectory.add_message(completion)
-            said = browser.open(argument) if call.name == "open" else browser.search(argument)
+            said = await (browser.open if call.name == "open" else browser.search)(argument)
             messages.append({"role": "assistant", "content": completion.text})
             messages.append({"role": "tool", "content": said})
         return trajectory

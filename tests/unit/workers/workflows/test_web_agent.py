@@ -56,11 +56,31 @@ def test_a_search_counts_different_words(browse: Any) -> None:
 
 def test_tools_lead_to_pages(browse: Any) -> None:
     """``open`` offers the links of the page that is seen, also those that a search found."""
-    browser = browse.Browser(browse.make_site({"fox": "fish", "owl": "nuts"}))
-    assert browser.page.text == "[fox] [owl]" and links(browser.tools()) == ["fox", "owl"]
-    assert browser.open("owl") == "[home] The owl eats nuts" and links(browser.tools()) == ["home"]
-    assert browser.search("eats fish") == "[fox] [home] The fox eats fish [owl] [home] The owl eats nuts"
-    assert links(browser.tools()) == ["fox", "home", "owl", "home"]
+    seed = next(seed for seed in range(40) if browse.make_question(seed)[1] == {"fox": "fish", "owl": "nuts"})
+
+    async def walk() -> None:
+        browser = browse.Browser(f"{browse.start_server()}{seed}/home")
+        assert await browser.visit(browser.site) == "[fox] [owl]" and links(browser.tools()) == ["fox", "owl"]
+        assert await browser.open("owl") == "[home] The owl eats nuts" and links(browser.tools()) == ["home"]
+        found = await browser.search("eats fish")
+        assert found == "[fox] [home] The fox eats fish [owl] [home] The owl eats nuts"
+        assert links(browser.tools()) == ["fox", "home", "owl", "home"]
+        assert await browser.open("home") == "[fox] [owl]", "of the page that was found"
+
+    asyncio.run(walk())
+
+
+def test_a_page_that_can_not_be_read_says_so(browse: Any, tmp_path: Path) -> None:
+    """Addresses of files are none of the web's, and a long page is cut."""
+
+    async def read(url: str) -> str:
+        return await browse.Browser(url).visit(url)
+
+    (tmp_path / "page.html").write_text("<p>secret</p>")
+    assert "404" in asyncio.run(read(f"{browse.start_server()}0/absent"))
+    assert "not of the web" in asyncio.run(read((tmp_path / "page.html").as_uri()))
+    browse.MAX_BYTES = 40
+    assert asyncio.run(read(f"{browse.start_server()}0/home")) == ""
 
 
 def links(tools: Sequence[Tool]) -> object:
