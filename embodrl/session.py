@@ -71,7 +71,7 @@ def started(loaded: LoadedConfig) -> Iterator[RolloutLearner]:
 
 
 class Session:
-    """The parts of a run that learns from its rollouts, driven by a script.
+    """The parts of a run with rollouts, driven by a script.
 
     >>> with embodrl.Session(["env=toy", "model=mlp"]) as session:          # doctest: +SKIP
     ...     for _ in range(20):
@@ -209,6 +209,8 @@ class Session:
     def advantages(self, batch: TrajectoryBatch) -> Advantages:
         """Estimate advantages and returns with ``algorithm.adv_type``; or make ``embodrl.Advantages`` by other means.
 
+        Off policy there are none.
+
         Returns:
             of every chunk, or action; see ``embodrl.Advantages``.
 
@@ -243,7 +245,7 @@ class Session:
                 policy (``session-advantages``).
         """
         self._check_idle("train", ahead=True)
-        off_policy = LOSSES.entry(self.config.algorithm.loss_type).off_policy
+        off_policy = self._is_off_policy
         if off_policy != (advantages is None):
             problem = "an off-policy update has no advantages" if off_policy else "an update on policy needs advantages"
             hint = "call train(batch)" if off_policy else "call train(batch, session.advantages(batch))"
@@ -339,6 +341,10 @@ class Session:
         return replay(load_demos(directory, size=small), self.config, episodes)
 
     @property
+    def _is_off_policy(self) -> bool:
+        return LOSSES.entry(self.config.algorithm.loss_type).off_policy
+
+    @property
     def _learner(self) -> RolloutLearner:
         if self._started is None:
             raise EmbodrlError(
@@ -365,6 +371,8 @@ class Session:
     def _check_batch(self, batch: TrajectoryBatch) -> None:
         config = self.config
         count = config.env.train.total_num_envs * config.algorithm.rollout_epoch
+        if config.runner.save_rollouts or config.rollout.replay is not None:
+            raise _refused("submitted episodes are neither saved nor replayed", "leave both out, or call rollout()")
         if config.algorithm.filter.enabled:
             raise _refused("dynamic sampling plays further rollouts", "set algorithm.filter.enabled=false")
         if "episodes" not in batch.meta or batch.batch_size[1] != count:
@@ -402,7 +410,8 @@ class Session:
         node = None if self._walk is None else self._walk.next()
         if self._walk is None or node is None or node.role not in roles:
             due = "rollout" if node is None else _STEPS[node.role]
-            raise _out_of_order(step, f"{due} comes next", "call rollout, advantages, train and sync in this order")
+            steps = "rollout, train" if self._is_off_policy else "rollout, advantages, train"
+            raise _out_of_order(step, f"{due} comes next", f"call {steps} and sync in this order")
         return self._walk, node
 
 

@@ -48,8 +48,8 @@ class Proximal:
 
     Attributes:
         logprobs: ``float32[N,C,A]`` under the proximal policy, without gradient.
-        weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w after the cap, without gradient; 0 where the cap masks it,
-            or ``algorithm.rejection``. None for all 1.
+        weights: ``float32[N,C,A]`` or ``float32[N,1,1]``, w within its bounds, without gradient; 0 where the cap masks
+            it, or ``algorithm.rejection``. None for all 1.
         metrics: ``behavior_weight_mean``, ``behavior_weight_max`` and, with a cap, ``behavior_masked_fraction`` or
             ``behavior_clamped_fraction``; see ``weight_metrics``. ``rejected_fraction`` of the ratios.
     """
@@ -202,11 +202,11 @@ def cap_weights(
 def weight_metrics(
     log_weights: Tensor, weights: Tensor, exceeds: Tensor, mask: Tensor, num_ratios: Tensor
 ) -> dict[str, Tensor]:
-    """Return the mean of w after the cap, its maximum before the cap, and the fraction above the cap, over the ratios.
+    """Return the mean of w within its bounds, its maximum before, and the fraction above the cap, over the ratios.
 
     Args:
         log_weights: log weights of tokens or chunks before the cap.
-        weights: weights after the cap.
+        weights: weights within their bounds.
         exceeds: ``bool``, above the cap.
         mask: ``bool``, the valid ratios, to which the others broadcast.
         num_ratios: number of ratios in the whole minibatch, so that micro-batches add up; the maximum is per

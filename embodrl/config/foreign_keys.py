@@ -82,7 +82,10 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "actor.optimizer.eps": ("actor.optim.eps", ""),
         "actor.optimizer.warmup_steps_proportion": ("actor.optim.lr_warmup_iterations", "in iterations"),
         "actor.reward_scaling, actor.reward_bias": ("reward.fn", "scale it there"),
-        "actor.rejection_sampling": ("algorithm.rejection.metric", "with level and bounds; to clamp: decoupled"),
+        "actor.rejection_sampling": (
+            "algorithm.rejection.metric",
+            "with level and bounds; to clamp: algorithm.decoupled.cap and floor",
+        ),
         "actor.weight_update_mode": ("rollout.weight_sync", "disk, memory, collective or shared"),
         "actor.use_lora": ("model.trainable", "lora"),
         "rollout.queue_size": ("runner.max_staleness", "which bounds the queue"),

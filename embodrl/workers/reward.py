@@ -129,6 +129,30 @@ class RewardWorker:
         self.encoder = make_encoder(srpo)
 
     @property
+    def source(self) -> str:
+        """What judges episodes: the function, the weights of the model, or the judge and its question; "" for none."""
+        if self.learned is not None:
+            return f"reward.model with weights {int(self.learned.fingerprint):08x}"
+        judge = self.settings.judge
+        if judge.url is not None:
+            return f"reward.judge {judge.model} of {judge.num_frames} pictures: {judge.question}"
+        return "" if self.settings.fn is None else f"reward.fn {self.settings.fn}"
+
+    def replay(self, paid: Fields) -> None:
+        """Have the next batch paid what a saved run paid, ``paid_by`` of that run.
+
+        Raises:
+            RewardError: something else paid there.
+        """
+        if (source := paid.text("by")) != self.source:
+            raise _of_other_rewards(f"the saved run was paid by {source}, and this one is by {self.source}")
+        self.replayed = outcomes_of(paid, "outcomes")
+
+    def paid_by(self, outcomes: list[Outcome]) -> dict[str, object]:
+        """Return the outcomes of a batch for ``replay``."""
+        return {"by": self.source, "outcomes": outcomes}
+
+    @property
     def judging(self) -> Judging:
         """Requirements of the rewards on rollouts; ``judge`` is thread-safe and starts computing a reward."""
         return Judging(self.calls is not None or self.srpo is not None, None if self.calls is None else self.start)
@@ -248,7 +272,7 @@ class RewardWorker:
 
     def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
         clock = time.perf_counter()
-        calls = self._calls_of(batch, episodes) if self.replayed is None else self._replayed(self.replayed, episodes)
+        calls = self._calls_of(batch, episodes) if self.replayed is None else self._replayed(batch, episodes)
         unfinished = sum(not begun.call.done() for begun in calls)
         results = [begun.result() for begun in calls]
         waited = time.perf_counter() - clock + self._waited_s
@@ -306,11 +330,15 @@ class RewardWorker:
             calls.append(begun)
         return calls
 
-    def _replayed(self, outcomes: list[Outcome], episodes: Episodes) -> list[_PendingCall]:
-        if len(outcomes) != len(episodes):
-            message = f"{len(episodes)} episodes to judge, but the saved run judged {len(outcomes)} in this iteration"
-            hint = "replay with the settings of the run that saved them, or without reward.fn, model and judge"
-            raise RewardError(message, hint, code="rollout-of-other-rewards")
+    def _replayed(self, batch: TrajectoryBatch, episodes: Episodes) -> list[_PendingCall]:
+        outcomes = self.replayed or []
+        lengths = [int(batch.valid[episodes.index == number].sum()) for number in range(len(episodes))]
+        if len(outcomes) != len(lengths):
+            raise _of_other_rewards(f"{len(lengths)} episodes are to be paid, and the saved run paid {len(outcomes)}")
+        for outcome, length in zip(outcomes, lengths, strict=True):
+            paid = outcome["reward"]
+            if isinstance(paid, list) and len(paid) != length:
+                raise _of_other_rewards(f"an episode has {length} actions, and the saved run paid {len(paid)}")
         return [_ended_call(outcome, self._rewarded_batches) for outcome in outcomes]
 
     def _record(self, batch: TrajectoryBatch, episodes: Episodes, number: int) -> Episode:
@@ -334,6 +362,11 @@ def _outcome(result: Tensor | RewardError, failed: int) -> Outcome:
     if isinstance(result, RewardError):
         return {"reward": None, "error": result.message, "hint": result.hint, "failed": failed}
     return {"reward": result.tolist(), "error": "", "hint": "", "failed": failed}
+
+
+def _of_other_rewards(problem: str) -> RewardError:
+    hint = "replay with the settings of the run that saved them, or without reward.fn, model and judge"
+    return RewardError(problem, hint, code="rollout-of-other-rewards")
 
 
 def _ended_call(outcome: Outcome, since: int) -> _PendingCall:

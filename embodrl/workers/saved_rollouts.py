@@ -19,11 +19,10 @@ from embodrl.storage.files import write_safetensors
 from embodrl.storage.json_file import write_json_file
 from embodrl.storage.tensor_files import open_tensors
 from embodrl.workers.collector import Collector, Metrics, NoCollector, RolloutState
-from embodrl.workers.reward import RewardWorker, outcomes_of
+from embodrl.workers.reward import RewardWorker
 
 ROLLOUTS_DIR = "rollouts"
 FACTS = "embodrl_rollout"
-OUTCOMES = "outcomes"
 HINT = "name the directory rollouts/ of a run with runner.save_rollouts=true"
 
 
@@ -109,7 +108,7 @@ class SavingCollector(Collector):
         batch, metrics = self.inner.gather(iteration)
         save_rollout(rollout_file(self.directory, iteration), batch, metrics)
         path = rewards_file(self.directory, iteration)
-        self.rewards.on_paid = lambda outcomes: write_json_file(path, {OUTCOMES: outcomes})
+        self.rewards.on_paid = lambda outcomes: write_json_file(path, self.rewards.paid_by(outcomes))
         return batch, metrics
 
     def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:
@@ -155,7 +154,7 @@ class ReplayedRollouts(NoCollector):
         if self.rewards is not None and self.rewards.calls is not None:
             assert self.config.rollout.replay is not None
             path = rewards_file(Path(self.config.rollout.replay), iteration)
-            self.rewards.replayed = outcomes_of(read_fields(path, FileFormatError, HINT), OUTCOMES)
+            self.rewards.replay(read_fields(path, FileFormatError, HINT))
         return self._load(iteration, 0)
 
     def gather_more(self, iteration: int, epoch: int, groups: int) -> tuple[TrajectoryBatch, Metrics]:

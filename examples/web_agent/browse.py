@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
 from html.parser import HTMLParser
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from urllib.parse import parse_qs, quote, urljoin, urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 
@@ -37,6 +38,7 @@ ANIMAL_PAGE = """<html><head><title>{animal}</title></head>
 TURNS = 2  # messages of an episode: the last one answers, those before open or search
 TIMEOUT_S = 10.0
 MAX_BYTES = 2**20  # of a page; the rest is not read
+OPENER = build_opener(ProxyHandler({}))  # the server is on this machine; elsewhere a proxy may be needed
 
 
 class PageReader(HTMLParser):
@@ -118,7 +120,7 @@ class Pages(BaseHTTPRequestHandler):
             html: str | None = " ".join(f"{make_link(address)} {site[address]}" for address in found)
         else:
             html = site.get(address)
-        body = (html or "<p>not found</p>").encode()
+        body = ("<p>not found</p>" if html is None else html).encode()
         self.send_response(404 if html is None else 200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -129,24 +131,35 @@ class Pages(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    """Has many episodes wait for their pages at once."""
+
+    request_queue_size = 128
+
+
 @cache
 def start_server() -> str:
     """Serve ``Pages`` to this machine, until the process ends; return their address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    server = Server(("127.0.0.1", 0), Pages)
     Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_port}/"
 
 
 def fetch(url: str) -> str:
-    """Return the HTML at an address of the web; OSError if there is none."""
+    """Return the HTML at an address of the web.
+
+    Raises:
+        OSError, HTTPException: there is none.
+        ValueError, LookupError: the address, or the encoding of the page, is wrong.
+    """
     if urlsplit(url).scheme not in ("http", "https"):
         raise OSError(f"{url} is not of the web")
-    with urlopen(Request(url, headers={"Accept": "text/html"}), timeout=TIMEOUT_S) as answer:
+    with OPENER.open(Request(url, headers={"Accept": "text/html"}), timeout=TIMEOUT_S) as answer:
         return answer.read(MAX_BYTES).decode(answer.headers.get_content_charset() or "utf-8", "replace")
 
 
 class Browser:
-    """The page of a site that is open; ``visit`` opens the first.
+    """The page of a site that is open; ``open`` opens the first.
 
     Args:
         site: address of the home page, beside which there is ``search?words=WORDS``.
@@ -157,25 +170,23 @@ class Browser:
         self.page = PageReader("")
 
     def tools(self) -> list[Tool]:
-        """Return what leads to other pages: the links of this one, and the search."""
-        return [make_tool("open", "link", self.page.links), make_tool("search", "words", ANIMALS)]
+        """Return what leads to other pages: the links of this one, if it has any, and the search."""
+        links = [make_tool("open", "link", self.page.links)] if self.page.links else []
+        return [*links, make_tool("search", "words", ANIMALS)]
 
-    async def visit(self, url: str) -> str:
-        """Go to a page; return its text, or what is wrong with it."""
+    async def open(self, link: str) -> str:
+        """Follow a link of this page, or of the site; return the text of its page, or what is wrong with it."""
         try:
+            url = urljoin(self.url, link)
             html = await asyncio.to_thread(fetch, url)
-        except OSError as error:
-            html = f"<p>{escape(str(error))}</p>"
+        except (OSError, HTTPException, ValueError, LookupError) as error:
+            url, html = self.url, f"<p>{escape(str(error))}</p>"
         self.url, self.page = url, PageReader(html)
         return self.page.text
 
-    async def open(self, link: str) -> str:
-        """Follow a link; return the text of its page."""
-        return await self.visit(urljoin(self.url, link))
-
     async def search(self, words: str) -> str:
         """Go to a page of what is found, links with their texts; return its text."""
-        return await self.visit(urljoin(self.site, f"search?words={quote(words)}"))
+        return await self.open(urljoin(self.site, f"search?words={quote(words)}"))
 
 
 def make_tool(name: str, argument: str, values: Sequence[str]) -> Tool:
@@ -191,7 +202,7 @@ class BrowseWorkflow(RolloutWorkflow):
         """Play one episode of at most ``TURNS`` messages."""
         asked, food_of = make_question(task.seed)
         browser, trajectory = Browser(urljoin(start_server(), f"{task.seed}/{HOME}")), Trajectory(task)
-        question = f"{await browser.visit(browser.site)} What is eaten by the {asked}"
+        question = f"{await browser.open(browser.site)} What is eaten by the {asked}"
         messages: list[dict[str, object]] = [{"role": "user", "content": question}]
         answer = make_tool("answer", "text", FOODS)
         for turn in range(TURNS):

@@ -73,6 +73,7 @@ def test_rollouts_of_every_kind_of_run_are_replayed(settings: tuple[str, ...], t
     "settings",
     [
         pytest.param((), id="main-process"),
+        pytest.param(("algorithm=sac", "algorithm.off_policy.warm_up=10"), id="replay-buffer"),
         pytest.param((*PROCESSES, "runner.max_staleness=1"), id="processes-ahead", marks=pytest.mark.long),
     ],
 )
@@ -85,12 +86,21 @@ def test_rewards_of_a_function_are_replayed(settings: tuple[str, ...], tmp_path:
     assert again == rows and rows[-1]["reward/errors"] > 0
     assert all((weights[name] == same[name]).all() for name in weights)
     plain, _ = run(tmp_path / "plain", saved, *settings)
-    assert "reward/mean" not in plain[1] and plain[1]["train/value_loss"] != rows[1]["train/value_loss"]
+    assert "reward/mean" not in plain[1]
+    assert any(plain[1][name] != rows[1][name] for name in rows[1] if name.endswith("_loss"))
     paid = rewards_file(tmp_path / "run" / "rollouts", 0)
-    judged = json.loads(paid.read_text())["outcomes"]
-    paid.write_text(json.dumps({"outcomes": judged[1:]}))
-    with raises_code("rollout-of-other-rewards"):
-        run(tmp_path / "fewer", saved, *own)
+    known = json.loads(paid.read_text())
+    first, *others = known["outcomes"]
+    for number, wrong in enumerate(
+        (
+            known | {"outcomes": others},
+            known | {"outcomes": [first | {"reward": [1.0]}, *others]},
+            known | {"by": "reward.fn other:function"},
+        )
+    ):
+        paid.write_text(json.dumps(wrong))
+        with raises_code("rollout-of-other-rewards"):
+            run(tmp_path / f"other_{number}", saved, *own)
     paid.unlink()
     with raises_code("rollouts-can-be-replayed"):
         run(tmp_path / "unpaid", saved, *own)

@@ -130,6 +130,15 @@ def test_an_update_takes_submitted_episodes(staleness: int, tmp_path: Path) -> N
                 session.rollout()
 
 
+def test_submitted_episodes_are_not_saved(tmp_path: Path) -> None:
+    with session_of(tmp_path, "runner.save_rollouts=true") as session:
+        episodes = session.episodes()
+        for _ in range(4):
+            episodes.submit()
+        with raises_code("session-episodes"):
+            session.rollout(episodes.batch(episodes.wait(4, LONG_S)))
+
+
 def test_groups_share_their_task_and_seed(tmp_path: Path) -> None:
     grouped = ("algorithm=grpo", "algorithm.group_size=2", "model.add_value_head=false")
     with session_of(tmp_path, *grouped) as session:

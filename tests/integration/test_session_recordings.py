@@ -51,29 +51,23 @@ def test_a_session_records_and_replays_episodes(tmp_path: Path) -> None:
         session.replay(demos)
 
 
-@pytest.mark.long
-def test_a_session_records_where_other_processes_act(tmp_path: Path) -> None:
-    apart = ["actor.own_process=true", "rollout.own_process=true", "rollout.weight_sync=disk"]
-    with embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / 'run'}", *apart]) as session:
-        kept = session.record(tmp_path / "own", 2, ["collect.format=raw", "collect.keep_failures=true"])
-        assert kept.num_episodes == 2 and all(each.agrees for each in session.replay(tmp_path / "own"))
-        batch = session.rollout()
-        session.train(batch, session.advantages(batch))
-        assert session.sync()["env_steps"] > 0
-
-
 def _collected(tmp_path: Path) -> Path:
     embodrl.collect(tiny(), [f"collect.output_dir={tmp_path / 'demos'}", "collect.num_episodes=2"])
     return tmp_path / "demos"
 
 
-def test_recording_does_not_change_training(tmp_path: Path) -> None:
+APART = ("actor.own_process=true", "rollout.own_process=true", "rollout.weight_sync=disk")
+
+
+@pytest.mark.parametrize("places", [(), pytest.param(APART, marks=pytest.mark.long)])
+def test_recording_does_not_change_training(tmp_path: Path, places: tuple[str, ...]) -> None:
     weights = []
     for name in ("with", "without"):
-        with embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / name}"]) as session:
+        with embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / name}", *places]) as session:
             batch = session.rollout()
             if name == "with":
-                session.record(tmp_path / "own", 2, ["collect.format=raw", "collect.keep_failures=true"])
+                kept = session.record(tmp_path / "own", 2, ["collect.format=raw", "collect.keep_failures=true"])
+                assert kept.num_episodes == 2 and all(each.agrees for each in session.replay(tmp_path / "own"))
             session.train(batch, session.advantages(batch))
             session.sync()
             weights.append({key: value.numpy().copy() for key, value in session.policy.state_dict().items()})

@@ -181,7 +181,8 @@ class RunnerConfig(Section):
     )
     save_rollouts: Annotated[bool, RL] = Field(
         default=False,
-        description="write the batch of every iteration, as gathered, to DIR/rollouts, for rollout.replay",
+        description="write the batch of every iteration, as gathered, to DIR/rollouts, with what reward.fn, model or"
+        " judge paid, for rollout.replay",
     )
     logger: Annotated[LoggerConfig, EPISODES] = Field(default=LoggerConfig(), description="destinations of metrics")
 

@@ -60,7 +60,7 @@ def test_tools_lead_to_pages(browse: Any) -> None:
 
     async def walk() -> None:
         browser = browse.Browser(f"{browse.start_server()}{seed}/home")
-        assert await browser.visit(browser.site) == "[fox] [owl]" and links(browser.tools()) == ["fox", "owl"]
+        assert await browser.open(browser.site) == "[fox] [owl]" and links(browser.tools()) == ["fox", "owl"]
         assert await browser.open("owl") == "[home] The owl eats nuts" and links(browser.tools()) == ["home"]
         found = await browser.search("eats fish")
         assert found == "[fox] [home] The fox eats fish [owl] [home] The owl eats nuts"
@@ -70,17 +70,25 @@ def test_tools_lead_to_pages(browse: Any) -> None:
     asyncio.run(walk())
 
 
-def test_a_page_that_can_not_be_read_says_so(browse: Any, tmp_path: Path) -> None:
-    """Addresses of files are none of the web's, and a long page is cut."""
+def test_a_page_that_can_not_be_read_says_so(browse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses of files are none of the web's, a long page is cut, and proxies are not asked for this machine's."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
     async def read(url: str) -> str:
-        return await browse.Browser(url).visit(url)
+        browser = browse.Browser(f"{browse.start_server()}0/home")
+        assert await browser.open(browser.site)
+        text = await browser.open(url)
+        assert [tool.name for tool in browser.tools()] == ["search"]
+        return text
 
     (tmp_path / "page.html").write_text("<p>secret</p>")
     assert "404" in asyncio.run(read(f"{browse.start_server()}0/absent"))
+    for wrong in ("a b", "http://127.0.0.1:x/", "http://[x", "http://a..b/", "\u00e9"):
+        assert asyncio.run(read(wrong)), wrong
     assert "not of the web" in asyncio.run(read((tmp_path / "page.html").as_uri()))
-    browse.MAX_BYTES = 40
-    assert asyncio.run(read(f"{browse.start_server()}0/home")) == ""
+    site = f"{browse.start_server()}0/home"
+    monkeypatch.setattr(browse, "MAX_BYTES", 40)
+    assert asyncio.run(browse.Browser(site).open(site)) == ""
 
 
 def links(tools: Sequence[Tool]) -> object:
