@@ -1,9 +1,11 @@
 """Asynchronous runs against the busier of their two sides: `python benchmarks/busier_side.py DIRECTORY [--json FILE]`.
 
-Simulators wait 0.25 s for each chunk, as slow ones and real robots do. Two cases: rewards that take a second for each
-finished episode, and rollouts by a policy server in a process of its own. The synchronous run tells what an iteration's
-rollouts (simulation and policy) and its training take by themselves; an asynchronous run can't be faster than the
-slower of them. Prints the median seconds of an iteration, and of the ideal.
+Simulators wait for each chunk, as slow ones and real robots do. Three cases: waits of 0.4 s on average, some of them
+ten times as long; waits of 0.25 s and rewards that take a second for each finished episode; and those waits with
+rollouts by a policy server in a process of its own. The synchronous run tells what an iteration's rollouts (simulation
+and policy) and its training take by themselves; an asynchronous run that waits for whole rollouts can't be faster than
+the slower of them. Each side computes in one thread, so that on two cores neither takes the other's. Prints the median
+seconds of an iteration, and of the ideal.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import slow_env
 from hardware import describe_hardware
 from soak_served import free_ports
 
@@ -32,7 +35,6 @@ WARM_UP = 6
 MODEL = ("env=toy", "model=openvla_oft", "model.warm_start=null")
 SETTINGS = (
     *MODEL,
-    "extensions=[slow_reward]",
     "env.num_processes=4",
     "env.pin_cpus=false",
     "env.train.total_num_envs=16",
@@ -41,6 +43,7 @@ SETTINGS = (
     "env.video.enabled=false",
     "actor.optim.critic_warmup_iterations=0",
     "algorithm.update_epoch=3",
+    "cluster.num_threads=1",
     "runner.eval_at_start=false",
     "runner.eval_interval=0",
     "runner.save_interval=1000",
@@ -48,7 +51,9 @@ SETTINGS = (
     f"runner.max_iterations={ITERATIONS}",
 )
 AHEAD = ("runner.max_staleness=4", "algorithm.decoupled.enabled=true")
-SLOW_REWARD = ("reward.fn='slow_reward:one_second'",)
+HEAVY_TAILED = ("extensions=[slow_env]", f"env.env_type={slow_env.HEAVY}")
+WAITING = ("extensions=[slow_reward]",)
+SLOW_REWARD = (*WAITING, "reward.fn='slow_reward:one_second'")
 
 
 def rows_of(directory: Path, token: str, *settings: str) -> list[dict[str, Any]]:
@@ -70,7 +75,7 @@ def server(directory: Path, token: str) -> Iterator[str]:
     """Yield the address of a policy server of its own, which has begun."""
     port = free_ports(1)
     command = [sys.executable, "-m", "embodrl", "serve", *MODEL, "model.random_weights=true", "protocol=http"]
-    command += [f"serve.port={port}", f"serve.token={token}"]
+    command += [f"serve.port={port}", f"serve.token={token}", "cluster.num_threads=1"]
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "server.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -109,10 +114,11 @@ def main() -> None:
     arguments = parser.parse_args()
     token = secrets.token_hex(16)
     result: dict[str, Any] = {}
+    result["heavy-tailed simulators"] = measure(arguments.directory / "heavy", token, *HEAVY_TAILED)
     result["slow reward"] = measure(arguments.directory / "reward", token, *SLOW_REWARD)
     with server(arguments.directory / "server", token) as url:
         result["server"] = measure(
-            arguments.directory / "server", token, "rollout=remote", f"rollout.remote.urls=[{url}]"
+            arguments.directory / "server", token, *WAITING, "rollout=remote", f"rollout.remote.urls=[{url}]"
         )
     for name, row in result.items():
         print(name, json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True)
