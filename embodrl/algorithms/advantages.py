@@ -6,6 +6,7 @@ chunk level, T*C at action level).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
 
@@ -325,11 +326,23 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor, totals: T
     return float(1.0 - variance(target - values[valid].double()) / of_returns)
 
 
-def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor:
+def kl_weights(batch: TrajectoryBatch, config: AlgorithmConfig, tasks: Sequence[str]) -> Tensor | None:
+    """Return the factor of each chunk's task on ``kl.coef``, ``float32[T,B]``; None if all are 1.
+
+    ``tasks`` are named by ``task_id``.
+    """
+    own = {each.task: each.kl_weight for each in config.by_task}
+    if all(weight == 1 for weight in own.values()):
+        return None
+    return torch.tensor([own.get(task, 1.0) for task in tasks])[batch.task_id]
+
+
+def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig, weights: Tensor | None = None) -> Tensor:
     """Return rewards ``float32[T,B,C]`` less ``kl.coef`` times the KL of each action if ``kl.placement`` is ``reward``.
 
     The KL is between the acting policy and the reference, summed over the tokens of the action; tokens that stand for a
-    whole chunk count with its first action. Raises EmbodrlError without log-probs of the reference.
+    whole chunk count with its first action. ``weights`` are those of ``kl_weights``. Raises EmbodrlError without
+    log-probs of the reference.
     """
     if not config.kl.coef or config.kl.placement != "reward":
         return batch.rewards
@@ -343,6 +356,8 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
     if batch.token_mask is not None:
         whole = torch.where(batch.drawn, kl, 0.0).sum(-1, keepdim=True)
         kl = torch.cat([whole, torch.zeros_like(batch.rewards[..., 1:])], -1)
+    if weights is not None:
+        kl = kl * weights.unsqueeze(-1)
     return torch.where(batch.valid, batch.rewards - config.kl.coef * kl, batch.rewards)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from embodrl.algorithms.advantages import Advantages, compute_advantages, estimate, penalized_rewards
+from embodrl.algorithms.advantages import Advantages, compute_advantages, estimate, kl_weights, penalized_rewards
 from embodrl.algorithms.totals import WHOLE, Totals
 from embodrl.config.schema import AlgorithmConfig, TaskAlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
@@ -50,7 +50,7 @@ def advantages_by_task(
             "name every task that the environment plays in env.tasks, or leave algorithm.by_task out",
             code="task-unknown",
         )
-    batch = batch.replace(rewards=penalized_rewards(batch, config))
+    batch = batch.replace(rewards=penalized_rewards(batch, config, kl_weights(batch, config, tasks)))
     columns = batch.select(*(name for name in _COLUMNS if name in batch))
     own = {each.task: each for each in config.by_task}
     whole: Advantages | None = None

@@ -155,6 +155,7 @@ def actor_loss(
     ref_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
     kl_estimator: KlEstimator = "k3",
+    kl_weights: Tensor | None = None,
     entropy: Tensor | None = None,
     entropy_type: Level = "token_level",
     entropy_bonus: float = 0.0,
@@ -186,6 +187,7 @@ def actor_loss(
         ref_logprobs: ``float32[N,C,A]`` under the reference policy; required if ``kl_coef`` is not 0.
         kl_coef: weight of the KL to the reference.
         kl_estimator: estimator of that KL.
+        kl_weights: ``float32[N]``, factors on that KL; None for all 1.
         entropy: ``float32[N,C,A]`` in nats, or None.
         entropy_type: level the entropy is averaged at.
         entropy_bonus: weight of the entropy.
@@ -220,7 +222,10 @@ def actor_loss(
     loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
     extra["policy_loss"] = loss
     if kl_coef:
-        extra["ref_kl"] = total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
+        to_reference = _reference_kl(logprobs, ref_logprobs, valid, kl_estimator)
+        if kl_weights is not None:
+            to_reference = to_reference * kl_weights.view(-1, 1, 1)
+        extra["ref_kl"] = total(to_reference, weights) / counts.tokens
         # The penalty of GRPO's objective (DeepSeekMath, eq. 3), per token.
         loss = loss + kl_coef * extra["ref_kl"]
     if positive_coef:

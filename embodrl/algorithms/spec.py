@@ -25,6 +25,7 @@ LOSS_ARGUMENTS = FunctionArguments(
     names=(
         *("logprobs", "old_logprobs", "ref_logprobs", "prox_logprobs", "behavior_weights", "advantages", "valid"),
         *("entropy", "values", "old_values", "returns", "weights", "solved", "counts", "kl_coef", "kl_estimator"),
+        "kl_weights",
         *("errors", "old_errors", *ARGUMENTS["loss"]),
     ),
     values=("values", "old_values", "returns"),

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from embodrl.algorithms.advantages import Advantages
+from embodrl.algorithms.advantages import Advantages, kl_weights
 from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, proximal_terms
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
 from embodrl.algorithms.totals import WHOLE, Totals
-from embodrl.config.schema import AlgorithmConfig
+from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.shared_inputs import ROW
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
@@ -86,6 +86,19 @@ def solved_column(batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> dict[st
     return {SOLVED: solved}
 
 
+KL_WEIGHTS = "kl_weights"
+"""Column of the factors of tasks on ``algorithm.kl.coef``, where they differ."""
+
+
+def kl_weight_column(batch: TrajectoryBatch, config: Config) -> dict[str, Tensor]:
+    """Return the column ``kl_weights float32[T,B]`` if the loss reads it."""
+    algorithm = config.algorithm
+    if not algorithm.kl.coef or algorithm.kl.placement != "loss":
+        return {}
+    weights = kl_weights(batch, algorithm, config.env.tasks)
+    return {} if weights is None else {KL_WEIGHTS: weights}
+
+
 def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: float = 1.0) -> Tensor:
     """Return ``bool[T,B]``: chunks with a valid action and an advantage.
 
@@ -112,7 +125,7 @@ def flatten_chunks(
 
     The columns ``advantages``, ``returns`` and, if given, ``weights`` become available to the loss.
     """
-    asked = ("forward_inputs", ROW, "logprobs", "values", "valid", "ref_logprobs", SOLVED, *COLUMNS)
+    asked = ("forward_inputs", ROW, "logprobs", "values", "valid", "ref_logprobs", SOLVED, KL_WEIGHTS, *COLUMNS)
     rows = batch.select(*(name for name in asked if name in batch)).replace(
         advantages=advantages.advantages, returns=advantages.returns, weights=weights
     )
@@ -187,6 +200,7 @@ def make_loss(
             "entropy": None if output.entropy is None else output.entropy.float(),
             "weights": micro.get("weights"),
             "solved": micro.get(SOLVED),
+            "kl_weights": micro.get(KL_WEIGHTS),
             "counts": counts,
         }
         if reads_errors and output.errors is not None:

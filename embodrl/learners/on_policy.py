@@ -37,6 +37,7 @@ from embodrl.learners.objective import (
     chunk_weights,
     counts_of,
     flatten_chunks,
+    kl_weight_column,
     make_loss,
     solved_column,
     trained_chunks,
@@ -140,7 +141,8 @@ class OnPolicyUpdate(Update):
         staleness = staleness_of(batch.policy_version, batch.valid, self.engine.version)
         # For the loss weights, in updates that changed the policy; the metrics count all updates.
         aged = self.policy_staleness(batch)
-        columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged) | solved_column(batch, algorithm)
+        columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
+        columns |= solved_column(batch, algorithm) | kl_weight_column(batch, self.config)
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
         weights = chunk_weights(batch, trained, algorithm, self.totals)
         chunks = self.rows(batch.replace(**columns), advantages, trained, weights)

@@ -30,6 +30,12 @@ ALGORITHMS = [
         (f"{BY_TASK}=[{{task: PushCube-v1}}]",),
     ),
     Wrong(
+        "a weight of a KL that there is not",
+        f"{BY_TASK}.0.kl_weight",
+        "tasks-of-settings-are-played",
+        (f"{BY_TASK}=[{{task: PushCube-v1,kl_weight: 0.5}}]",),
+    ),
+    Wrong(
         "unknown estimator of a task",
         f"{BY_TASK}.0.adv_type",
         "tasks-have-advantages",

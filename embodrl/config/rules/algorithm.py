@@ -386,17 +386,19 @@ def engines_disagree(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.recompute_logprobs", message, "leave it out, and watch train/logprob_mismatch")
 
 
-@rule("algorithm.kl", "algorithm.loss_type")
+@rule("algorithm.kl", "algorithm.by_task", "algorithm.loss_type")
 def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
     """A user's loss adds the KL to the reference policy."""
-    kl = context.config.algorithm.kl
-    missing = _not_taken_by_the_loss(context, "ref_logprobs", "kl_coef")
+    algorithm = context.config.algorithm
+    kl = algorithm.kl
+    weighted = any(each.kl_weight != 1 for each in algorithm.by_task)
+    missing = _not_taken_by_the_loss(context, "ref_logprobs", "kl_coef", *(("kl_weights",) if weighted else ()))
     if kl.coef and kl.placement == "loss" and missing:
         yield Finding(
             "algorithm.loss_type",
             f"algorithm.kl.coef is {kl.coef:g}, and the loss has no parameter {' or '.join(missing)} to add a KL with",
-            f"name both in its signature (see {USER_FUNCTIONS}), or set algorithm.kl.placement=reward or kl.coef=0",
-            others=("algorithm.kl.coef", "algorithm.kl.placement"),
+            f"name all in its signature (see {USER_FUNCTIONS}), or set algorithm.kl.placement=reward or kl.coef=0",
+            others=("algorithm.kl.coef", "algorithm.kl.placement", "algorithm.by_task"),
         )
 
 

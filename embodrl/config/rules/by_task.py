@@ -13,7 +13,7 @@ from embodrl.specs import ADVANTAGES
 KEY = "algorithm.by_task"
 
 
-@rule(KEY, "env.tasks")
+@rule(KEY, "env.tasks", "algorithm.kl.coef")
 def tasks_of_settings_are_played(context: Context) -> Iterator[Finding]:
     """Settings of a task are for one that the run has, stand once, and set something."""
     tasks = context.config.env.tasks
@@ -27,9 +27,14 @@ def tasks_of_settings_are_played(context: Context) -> Iterator[Finding]:
             yield Finding(key, message, hint, ", ".join(tasks), near, others=("env.tasks",))
         elif each.task in named:
             yield Finding(key, f"the task '{each.task}' is named twice", "give all of its settings in one item")
-        elif each.weight == 1 and not each.arguments():
+        elif each.weight == each.kl_weight == 1 and not each.arguments():
             message = f"nothing is set for '{each.task}'"
-            yield Finding(key, message, "set its adv_type, gamma, gae_lambda or weight, or leave the item out")
+            hint = "set its adv_type, gamma, gae_lambda, weight or kl_weight, or leave the item out"
+            yield Finding(key, message, hint)
+        elif each.kl_weight != 1 and not context.config.algorithm.kl.coef:
+            message = "there is no KL to a reference that it would weight"
+            hint = "set algorithm.kl.coef, or leave it out"
+            yield Finding(f"{KEY}.{index}.kl_weight", message, hint, "1", others=("algorithm.kl.coef",))
         named.append(each.task)
 
 

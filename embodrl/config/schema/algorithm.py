@@ -294,6 +294,9 @@ class TaskAlgorithmConfig(Section):
     weight: PositiveFloat = Field(
         default=1.0, description="factor on its advantages, after their normalisation: the weight of its policy loss"
     )
+    kl_weight: NonNegativeFloat = Field(
+        default=1.0, description="factor on algorithm.kl.coef; 0 for no KL, as where only other tasks have a teacher"
+    )
 
     def arguments(self) -> dict[str, object]:
         """Return the settings of section ``algorithm`` that it replaces."""

@@ -109,6 +109,18 @@ def test_a_task_has_the_advantages_of_a_run_without_others(adv_type: str, own: d
             assert torch.equal(getattr(found, name)[:, rows], column), name
 
 
+def test_the_kl_in_the_rewards_is_a_tasks_own() -> None:
+    batch = two_tasks(6)
+    kl = KlConfig(coef=0.1, placement="reward")
+    general = AlgorithmConfig(adv_type="grpo", kl=kl)
+    config = general.model_copy(update={"by_task": (TaskAlgorithmConfig(task="green", kl_weight=0.5),)})
+    found, _ = advantages_by_task(batch, config, TASKS)
+    for number, coef in enumerate((0.1, 0.05)):
+        rows = (batch.task_id[0] == number).nonzero().squeeze(-1)
+        alone = general.model_copy(update={"kl": kl.model_copy(update={"coef": coef})})
+        assert torch.allclose(found.advantages[:, rows], compute_advantages(batch[rows], alone).advantages, atol=1e-5)
+
+
 def test_without_the_setting_nothing_changes() -> None:
     batch = two_tasks(4)
     found, metrics = advantages_by_task(batch, AlgorithmConfig(), TASKS)

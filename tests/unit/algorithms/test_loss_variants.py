@@ -155,6 +155,18 @@ def test_a_token_has_nothing_to_be_averaged_with() -> None:
     assert torch.equal(plain.loss, mean.loss)
 
 
+def test_the_kl_is_weighted_by_chunk() -> None:
+    inputs = random_inputs(2)
+    factors = torch.tensor([0.0, 1.0, 2.0, 0.5, 1.0, 0.0])
+    settings: dict[str, Any] = {"logprob_type": "token_level", **CLIP, "kl_estimator": "k2"}
+    found = actor_loss(**inputs, **settings, kl_coef=0.3, kl_weights=factors)
+    apart = (inputs["logprobs"] - inputs["ref_logprobs"]).square() / 2 * inputs["valid"].unsqueeze(-1)
+    tokens = inputs["valid"].sum() * apart.shape[-1]
+    expected = (apart.sum((1, 2)) * inputs["weights"] * factors).sum() / tokens
+    torch.testing.assert_close(found.metrics["ref_kl"], expected.detach())
+    torch.testing.assert_close(found.loss, actor_loss(**inputs, **settings).loss + 0.3 * expected)
+
+
 def test_the_reference_pulls_towards_itself() -> None:
     inputs = random_inputs(1) | {"advantages": torch.zeros(6, 1)}
     for estimator in ("k2", "k3"):
