@@ -57,6 +57,11 @@ class LearnedReward:
             )
 
     @property
+    def threshold(self) -> float:
+        """Probability from which an episode counts as solved."""
+        return self.model.threshold
+
+    @property
     def fingerprint(self) -> Tensor:
         """``int64[]``: a checksum of the weights, for checkpoints."""
         result = 0

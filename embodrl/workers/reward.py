@@ -132,10 +132,11 @@ class RewardWorker:
     def source(self) -> str:
         """What judges episodes: the function, the weights of the model, or the judge and its question; "" for none."""
         if self.learned is not None:
-            return f"reward.model with weights {int(self.learned.fingerprint):08x}"
+            model = self.learned
+            return f"reward.model with weights {int(model.fingerprint):08x} from {model.threshold:g}"
         judge = self.settings.judge
         if judge.url is not None:
-            return f"reward.judge {judge.model} of {judge.num_frames} pictures: {judge.question}"
+            return f"reward.judge {judge.model} at {judge.url} of {judge.num_frames} pictures: {judge.question}"
         return "" if self.settings.fn is None else f"reward.fn {self.settings.fn}"
 
     def replay(self, paid: Fields) -> None:

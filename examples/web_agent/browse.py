@@ -150,7 +150,7 @@ def fetch(url: str) -> str:
 
     Raises:
         OSError, HTTPException: there is none.
-        ValueError, LookupError: the address, or the encoding of the page, is wrong.
+        ValueError, LookupError, ArithmeticError: the address, or the encoding of the page, is wrong.
     """
     if urlsplit(url).scheme not in ("http", "https"):
         raise OSError(f"{url} is not of the web")
@@ -178,10 +178,10 @@ class Browser:
         """Follow a link of this page, or of the site; return the text of its page, or what is wrong with it."""
         try:
             url = urljoin(self.url, link)
-            html = await asyncio.to_thread(fetch, url)
-        except (OSError, HTTPException, ValueError, LookupError) as error:
-            url, html = self.url, f"<p>{escape(str(error))}</p>"
-        self.url, self.page = url, PageReader(html)
+            page = PageReader(await asyncio.to_thread(fetch, url))
+        except (OSError, HTTPException, ValueError, LookupError, ArithmeticError, AssertionError) as error:
+            url, page = self.url, PageReader(f"<p>{escape(str(error))}</p>")
+        self.url, self.page = url, page
         return self.page.text
 
     async def search(self, words: str) -> str:

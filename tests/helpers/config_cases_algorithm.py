@@ -36,6 +36,29 @@ ALGORITHMS = [
         (f"{BY_TASK}=[{{task: PushCube-v1,kl_weight: 0.5}}]",),
     ),
     Wrong(
+        "a task that nothing teaches",
+        f"{BY_TASK}.0.kl_weight",
+        "tasks-without-advantages-have-a-teacher",
+        (
+            f"{BY_TASK}=[{{task: PushCube-v1,adv_type: zero,kl_weight: 0}}]",
+            *("algorithm=grpo", NO_WARM_UP, "env.train.max_steps_per_rollout_epoch=50"),
+            *("algorithm.kl.coef=1", "algorithm.teacher={tmp}"),
+        ),
+        more=("algorithm.teacher",),  # holds no policy
+    ),
+    Wrong(
+        "chunks of a task without advantages are dropped first",
+        "algorithm.chunk_fraction",
+        "tasks-without-advantages-have-a-teacher",
+        (
+            "algorithm.chunk_fraction=0.5",
+            f"{BY_TASK}=[{{task: PushCube-v1,adv_type: zero}}]",
+            *("algorithm=grpo", NO_WARM_UP, "env.train.max_steps_per_rollout_epoch=50"),
+            *("algorithm.kl.coef=1", "algorithm.teacher={tmp}"),
+        ),
+        more=("algorithm.teacher",),  # holds no policy
+    ),
+    Wrong(
         "unknown estimator of a task",
         f"{BY_TASK}.0.adv_type",
         "tasks-have-advantages",

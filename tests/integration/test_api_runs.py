@@ -232,6 +232,7 @@ def test_a_loss_that_the_run_can_not_use_is_refused(tmp_path: Path) -> None:
             (actor, "session-loss", decoupled),
             (actor, "session-loss", warm),
             (wrong, "function-parameter-unknown", []),
+            (actor, "session-loss", ["algorithm.kl.coef=0.1"]),
         )
     ):
         session = embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / str(number)}", *settings])

@@ -397,8 +397,9 @@ def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
         yield Finding(
             "algorithm.loss_type",
             f"algorithm.kl.coef is {kl.coef:g}, and the loss has no parameter {' or '.join(missing)} to add a KL with",
-            f"name all in its signature (see {USER_FUNCTIONS}), or set algorithm.kl.placement=reward or kl.coef=0",
-            others=("algorithm.kl.coef", "algorithm.kl.placement", "algorithm.by_task"),
+            f"name all in its signature (see {USER_FUNCTIONS}), or set algorithm.kl.placement=reward or kl.coef=0"
+            f"{', without kl_weight' if weighted else ''}",
+            others=("algorithm.kl.coef", "algorithm.kl.placement", *(("algorithm.by_task",) if weighted else ())),
         )
 
 

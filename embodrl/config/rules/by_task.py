@@ -1,4 +1,4 @@
-"""Advantages of single tasks: ``algorithm.by_task``."""
+"""Settings of single tasks: ``algorithm.by_task``."""
 
 from __future__ import annotations
 
@@ -68,6 +68,23 @@ def tasks_have_advantages(context: Context) -> Iterator[Finding]:
             message = f"adv_type '{each.adv_type}' {uses} loss_type '{algorithm.loss_type}' {trains} for all tasks"
             hint = f"choose one of {fitting}, or another loss_type with an adv_type to it for every task"
             yield Finding(key, message, hint, fitting, others=others)
+
+
+@rule(KEY, "algorithm.adv_type", "algorithm.kl", "algorithm.chunk_fraction")
+def tasks_without_advantages_have_a_teacher(context: Context) -> Iterator[Finding]:
+    """A task with the estimator zero learns from the KL: it has one, and its chunks are not dropped."""
+    algorithm = context.config.algorithm
+    for index, each in enumerate(algorithm.by_task):
+        key = f"{KEY}.{index}.kl_weight"
+        spec = context.estimators.get(f"{KEY}.{index}.adv_type", context.estimator)
+        if each.kl_weight == 0 and spec.name == "zero":
+            message = f"neither rewards nor a KL teach '{each.task}'"
+            others = (f"{KEY}.{index}.adv_type" if each.adv_type else "algorithm.adv_type",)
+            yield Finding(key, message, "leave it out, or give the task another adv_type", "above 0", others=others)
+        if each.adv_type == "zero" and algorithm.chunk_fraction != 1:
+            message = f"the chunks of '{each.task}' have the smallest advantages, 0, and are dropped first"
+            hint = "set it to 1, or give the task another adv_type"
+            yield Finding("algorithm.chunk_fraction", message, hint, "1", others=(f"{KEY}.{index}.adv_type",))
 
 
 @rule(KEY, "algorithm.adv_type", "env.reward_mode")

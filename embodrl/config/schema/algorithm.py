@@ -295,7 +295,9 @@ class TaskAlgorithmConfig(Section):
         default=1.0, description="factor on its advantages, after their normalisation: the weight of its policy loss"
     )
     kl_weight: NonNegativeFloat = Field(
-        default=1.0, description="factor on algorithm.kl.coef; 0 for no KL, as where only other tasks have a teacher"
+        default=1.0,
+        le=1e6,
+        description="factor on algorithm.kl.coef; 0 for no KL, as where only other tasks have a teacher",
     )
 
     def arguments(self) -> dict[str, object]:

@@ -83,10 +83,15 @@ def test_a_page_that_can_not_be_read_says_so(browse: Any, tmp_path: Path, monkey
 
     (tmp_path / "page.html").write_text("<p>secret</p>")
     assert "404" in asyncio.run(read(f"{browse.start_server()}0/absent"))
-    for wrong in ("a b", "http://127.0.0.1:x/", "http://[x", "http://a..b/", "\u00e9"):
+    for wrong in ("a b", "http://127.0.0.1:x/", f"http://127.0.0.1:{10**20}/", "http://[x", "http://a..b/", "\u00e9"):
         assert asyncio.run(read(wrong)), wrong
     assert "not of the web" in asyncio.run(read((tmp_path / "page.html").as_uri()))
     site = f"{browse.start_server()}0/home"
+    with monkeypatch.context() as patched:
+        patched.setattr(browse, "HOME_PAGE", "<![ 9 [ {links}")
+        browser = browse.Browser(site)
+        asyncio.run(browser.open(site))
+        assert isinstance(browser.page.text, str)
     monkeypatch.setattr(browse, "MAX_BYTES", 40)
     assert asyncio.run(browse.Browser(site).open(site)) == ""
 
