@@ -189,10 +189,10 @@ def rejected(
 
 
 def cap_weights(
-    log_weights: Tensor, cap: float | None, on_exceed: OnExceed, floor: float | None = None
+    log_weights: Tensor, cap: float | None, on_exceed: OnExceed, least: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return w, at least ``floor``, and where it exceeded the cap (``bool``); there it is 0 (mask) or the cap."""
-    weights = log_weights.exp().clamp_min(floor or 0.0)
+    """Return w, at least ``least``, and where it exceeded the cap (``bool``); there it is 0 (mask) or the cap."""
+    weights = log_weights.exp().clamp_min(least or 0.0)
     if cap is None:
         return weights, torch.zeros_like(weights, dtype=torch.bool)
     exceeds = weights > cap
@@ -332,7 +332,7 @@ def _weighted(
     per_token = decoupled.level == "token"
     cap = decoupled.cap
     on_exceed = decoupled.on_exceed
-    floor = decoupled.floor if decoupled.enabled else None
+    least = decoupled.min_weight if decoupled.enabled else None
     if not decoupled.enabled:
         if prox is None or algorithm.engine_weight_cap is None:
             return None if prox is None else Proximal(prox, None, {})
@@ -346,7 +346,7 @@ def _weighted(
     if log_weights is None:
         normalized = algorithm.length_normalized_ratio and algorithm.logprob_type != "token_level"
         log_weights = log_behavior_weights(prox, old, valid, per_token, normalized)
-    weights, exceeds = cap_weights(log_weights, cap, on_exceed, floor)
+    weights, exceeds = cap_weights(log_weights, cap, on_exceed, least)
     mask = reduce_to_level(old, valid, algorithm.logprob_type)[1]
     metrics = weight_metrics(log_weights, weights, exceeds, mask, counts.policy)
     fraction = metrics.pop("exceeds")

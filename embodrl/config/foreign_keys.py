@@ -84,7 +84,7 @@ FOREIGN_KEYS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "actor.reward_scaling, actor.reward_bias": ("reward.fn", "scale it there"),
         "actor.rejection_sampling": (
             "algorithm.rejection.metric",
-            "with level and bounds; to clamp: algorithm.decoupled.cap and floor",
+            "with level and bounds; to clamp: algorithm.decoupled.cap and min_weight",
         ),
         "actor.weight_update_mode": ("rollout.weight_sync", "disk, memory, collective or shared"),
         "actor.use_lora": ("model.trainable", "lora"),

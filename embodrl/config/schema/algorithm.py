@@ -134,7 +134,7 @@ class DecoupledConfig(Section):
         " by version between the rollout's and the current ones",
     )
     cap: float | None = Field(default=5.0, gt=1, description="maximum weight; null for none")
-    floor: float | None = Field(
+    min_weight: float | None = Field(
         default=None, gt=0, lt=1, description="minimum weight, which smaller ones become; null for none"
     )
     on_exceed: Annotated[Literal["mask", "clamp"], AppliesIf("algorithm.decoupled.cap")] = Field(

@@ -73,7 +73,7 @@ TRAINING = {
     "decoupled.enabled": Change(True),
     "decoupled.prox": Change("loglinear", DECOUPLED),
     "decoupled.cap": Change(1.2, DECOUPLED),
-    "decoupled.floor": Change(0.99, DECOUPLED),
+    "decoupled.min_weight": Change(0.99, DECOUPLED),
     "decoupled.on_exceed": Change("clamp", DECOUPLED | {"decoupled.cap": 1.2}),
     "decoupled.level": Change("chunk", DECOUPLED),
     "rejection.metric": Change("ratio", DECOUPLED | {"rejection.upper": 1.01}),

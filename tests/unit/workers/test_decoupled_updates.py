@@ -272,8 +272,8 @@ def expected_loss(
                 w = math.exp(sum(mine) / len(mine))
             if decoupled.cap is not None and w > decoupled.cap:
                 w = 0.0 if decoupled.on_exceed == "mask" else decoupled.cap
-            elif decoupled.floor is not None:
-                w = max(w, decoupled.floor)
+            elif decoupled.min_weight is not None:
+                w = max(w, decoupled.min_weight)
             u, advantage = torch.as_tensor(x).exp(), float(advantages.flatten(0, 1)[row, 0])
             clipped = u.clamp(1 - algorithm.clip_ratio_low, 1 + algorithm.clip_ratio_high)
             losses.append(-w * torch.minimum(advantage * u, advantage * clipped))
@@ -286,8 +286,8 @@ def test_stale_rollouts_give_the_formula_s_loss_and_gradients(logprob_type: str,
     changes = {"adv_type": "reinforce_pp", "loss_type": "actor", "logprob_type": logprob_type}
     changes |= {"length_normalized_ratio": normalized}
     for decoupled in settings_that_fit(algorithm_of(changes)):
-        for cap, floor in ((None, None), (1.2, 0.9)):
-            algorithm = algorithm_of(changes, **decoupled | {"cap": cap, "floor": floor})
+        for cap, least in ((None, None), (1.2, 0.9)):
+            algorithm = algorithm_of(changes, **decoupled | {"cap": cap, "min_weight": least})
             engine, batch = engine_of(version=3), stale_batch()
             at_start = copy.deepcopy(engine.policy)
             inputs = {name: column.flatten(0, 1) for name, column in batch.forward_inputs.items()}
