@@ -4,7 +4,7 @@ Simulators wait for each chunk, as slow ones and real robots do. Three cases: wa
 ten times as long; waits of 0.25 s and rewards that take a second for each finished episode; and those waits with
 rollouts by a policy server in a process of its own. The synchronous run tells what an iteration's rollouts (simulation
 and policy) and its training take by themselves; an asynchronous run that waits for whole rollouts can't be faster than
-the slower of them. Each side computes in one thread, so that on two cores neither takes the other's. Prints the median
+the slower of them. Each side computes in one thread, so that on two cores neither takes the other's. Prints the mean
 seconds of an iteration, and of the ideal.
 """
 
@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import slow_env
 from hardware import describe_hardware
 from soak_served import free_ports
 
@@ -51,7 +50,7 @@ SETTINGS = (
     f"runner.max_iterations={ITERATIONS}",
 )
 AHEAD = ("runner.max_staleness=4", "algorithm.decoupled.enabled=true")
-HEAVY_TAILED = ("extensions=[slow_env]", f"env.env_type={slow_env.HEAVY}")
+HEAVY_TAILED = ("extensions=[heavy_tailed]",)
 WAITING = ("extensions=[slow_reward]",)
 SLOW_REWARD = (*WAITING, "reward.fn='slow_reward:one_second'")
 
@@ -61,8 +60,13 @@ def rows_of(directory: Path, token: str, *settings: str) -> list[dict[str, Any]]
     command = [sys.executable, "-m", "embodrl", "train", *SETTINGS, *settings, f"runner.output_dir={directory}"]
     environment = os.environ | {"PYTHONPATH": python_path(), TOKEN_VARIABLE: token}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+    return counted(directory)
+
+
+def counted(directory: Path) -> list[dict[str, Any]]:
+    """Return the iterations of a run that count: the last one has an evaluation."""
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["iteration"] > WARM_UP]
+    return [row for row in rows if WARM_UP < row["iteration"] < ITERATIONS]
 
 
 def python_path() -> str:
@@ -88,20 +92,25 @@ def server(directory: Path, token: str) -> Iterator[str]:
 
 def measure(directory: Path, token: str, *settings: str) -> dict[str, float]:
     """Return seconds of an iteration, synchronous, asynchronous and ideal, and the asynchronous staleness."""
-
-    def median(rows: list[dict[str, Any]], *keys: str) -> float:
-        return statistics.median(sum(float(row[key] or 0.0) for key in keys) for row in rows)
-
     before = rows_of(directory / "synchronous", token, *settings)
     ahead = rows_of(directory / "asynchronous", token, *settings, *AHEAD)
-    rollouts, training = median(before, "time/env_s", "time/policy_s"), median(before, "time/train_s")
-    seconds = statistics.mean(float(row["time/total_s"]) for row in ahead)
+    return compared(before, ahead)
+
+
+def compared(before: list[dict[str, Any]], ahead: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the figures of ``measure``, means over the iterations of a synchronous and an asynchronous run."""
+
+    def mean(rows: list[dict[str, Any]], *keys: str) -> float:
+        return statistics.mean(sum(float(row[key] or 0.0) for key in keys) for row in rows)
+
+    rollouts, training = mean(before, "time/env_s", "time/policy_s"), mean(before, "time/train_s")
+    seconds = mean(ahead, "time/total_s")
     return {
-        "synchronous_s": median(before, "time/total_s"),
+        "synchronous_s": mean(before, "time/total_s"),
         "rollouts_s": rollouts,
         "training_s": training,
         "asynchronous_s": seconds,
-        "staleness_mean": median(ahead, "staleness/mean"),
+        "staleness_mean": mean(ahead, "staleness/mean"),
         "of_ideal": max(rollouts, training) / seconds,
     }
 
