@@ -80,7 +80,7 @@ class Session:
     ...         session.train(batch, advantages)
     ...         print(session.sync()["rollout/success_rate"])
 
-    Off policy (SAC, DAgger) there are no advantages: ``session.train(batch)`` keeps the rollout and updates.
+    Off policy (SAC, DAgger) there are no advantages: ``session.train(batch)`` stores the rollout and updates.
 
     Each step is the one that the trainer takes: an iteration has the row, and the weights, of `embodrl train`'s.
     Simulators and processes run from ``with`` to its end. ``runner.output_dir`` holds their logs; rows, checkpoints,

@@ -341,7 +341,7 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig, weights: 
     """Return rewards ``float32[T,B,C]`` less ``kl.coef`` times the KL of each action if ``kl.placement`` is ``reward``.
 
     The KL is between the acting policy and the reference, summed over the tokens of the action; tokens that stand for a
-    whole chunk count with its first action. ``weights`` are those of ``kl_weights``. Raises EmbodrlError without
+    whole chunk count with its first action. ``weights`` come from ``kl_weights``. Raises EmbodrlError without
     log-probs of the reference.
     """
     if not config.kl.coef or config.kl.placement != "reward":

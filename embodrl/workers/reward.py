@@ -146,7 +146,7 @@ class RewardWorker:
             RewardError: something else paid there.
         """
         if (source := paid.text("by")) != self.source:
-            raise _of_other_rewards(f"the saved run was paid by {source}, and this one is by {self.source}")
+            raise _of_other_rewards(f"the saved rewards come from {source}, and those of this run from {self.source}")
         self.replayed = outcomes_of(paid, "outcomes")
 
     def paid_by(self, outcomes: list[Outcome]) -> dict[str, object]:
@@ -335,11 +335,11 @@ class RewardWorker:
         outcomes = self.replayed or []
         lengths = [int(batch.valid[episodes.index == number].sum()) for number in range(len(episodes))]
         if len(outcomes) != len(lengths):
-            raise _of_other_rewards(f"{len(lengths)} episodes are to be paid, and the saved run paid {len(outcomes)}")
+            raise _of_other_rewards(f"there are {len(lengths)} episodes, and saved rewards for {len(outcomes)}")
         for outcome, length in zip(outcomes, lengths, strict=True):
             paid = outcome["reward"]
             if isinstance(paid, list) and len(paid) != length:
-                raise _of_other_rewards(f"an episode has {length} actions, and the saved run paid {len(paid)}")
+                raise _of_other_rewards(f"an episode has {length} actions, and {len(paid)} saved rewards")
         return [_ended_call(outcome, self._rewarded_batches) for outcome in outcomes]
 
     def _record(self, batch: TrajectoryBatch, episodes: Episodes, number: int) -> Episode:

@@ -195,8 +195,8 @@ class RolloutConfig(Section):
     replay: Annotated[PathText | None, RL] = Field(
         default=None,
         description="directory of the saved rollouts of another run (runner.save_rollouts), trained on in place of"
-        " playing; reward.fn, model and judge are not asked, but pay what they paid there; simulators start with the"
-        " first evaluation",
+        " playing; reward.fn, model and judge are not called, and episodes keep the rewards of that run; simulators"
+        " start with the first evaluation",
     )
     workflow: Annotated[str | None, ROLLOUTS] = Field(
         default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"
