@@ -397,11 +397,7 @@ class Session:
         ):
             problem = "does not name both prox_logprobs and behavior_weights"
             hint = "name both, or set algorithm.decoupled.enabled=false and algorithm.recompute_logprobs=false"
-        elif (
-            config.algorithm.kl.coef
-            and config.algorithm.kl.placement == "loss"
-            and (missing := sorted(_kl_parameters(config).difference(spec.parameters or _kl_parameters(config))))
-        ):
+        elif missing := [name for name in config.algorithm.kl_parameters if name not in (spec.parameters or (name,))]:
             problem = f"has no parameter {' or '.join(missing)} to add the KL with"
             hint = "name it, or set algorithm.kl.placement=reward or algorithm.kl.coef=0"
         elif remote and not _is_importable(label, loss):
@@ -435,11 +431,6 @@ def _run(walk: Walk, node: GraphNode, *inputs: object, **options: object) -> obj
 _SIDE = 64
 """Pixels that the images of replayed episodes are reduced to: nothing reads them."""
 _DECOUPLED = frozenset(("prox_logprobs", "behavior_weights"))
-
-
-def _kl_parameters(config: Config) -> frozenset[str]:
-    weighted = any(each.kl_weight != 1 for each in config.algorithm.by_task)
-    return frozenset(("ref_logprobs", "kl_coef", *(("kl_weights",) if weighted else ())))
 
 
 def _is_importable(label: str, function: object) -> bool:

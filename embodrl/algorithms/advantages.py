@@ -326,14 +326,9 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor, totals: T
     return float(1.0 - variance(target - values[valid].double()) / of_returns)
 
 
-def kl_weights(batch: TrajectoryBatch, config: AlgorithmConfig, tasks: Sequence[str]) -> Tensor | None:
-    """Return the factor of each chunk's task on ``kl.coef``, ``float32[T,B]``; None if all are 1.
-
-    ``tasks`` are named by ``task_id``.
-    """
+def kl_weights(batch: TrajectoryBatch, config: AlgorithmConfig, tasks: Sequence[str]) -> Tensor:
+    """Return the factor of each chunk's task on ``kl.coef``, ``float32[T,B]``; ``tasks`` are named by ``task_id``."""
     own = {each.task: each.kl_weight for each in config.by_task}
-    if all(weight == 1 for weight in own.values()):
-        return None
     return torch.tensor([own.get(task, 1.0) for task in tasks])[batch.task_id]
 
 

@@ -25,7 +25,7 @@ from embodrl.types import EvalOutput, SamplingParams
 def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, object]:
     """Return the settings available to a loss."""
     settings = algorithm.arguments_of("loss", needs_values) | {
-        "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
+        "kl_coef": algorithm.kl.coef if algorithm.kl_parameters else 0.0,
         "kl_estimator": algorithm.kl.estimator,
     }
     return settings
@@ -92,11 +92,9 @@ KL_WEIGHTS = "kl_weights"
 
 def kl_weight_column(batch: TrajectoryBatch, config: Config) -> dict[str, Tensor]:
     """Return the column ``kl_weights float32[T,B]`` if the loss reads it."""
-    algorithm = config.algorithm
-    if not algorithm.kl.coef or algorithm.kl.placement != "loss":
+    if KL_WEIGHTS not in config.algorithm.kl_parameters:
         return {}
-    weights = kl_weights(batch, algorithm, config.env.tasks)
-    return {} if weights is None else {KL_WEIGHTS: weights}
+    return {KL_WEIGHTS: kl_weights(batch, config.algorithm, config.env.tasks)}
 
 
 def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: float = 1.0) -> Tensor:

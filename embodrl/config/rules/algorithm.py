@@ -391,9 +391,8 @@ def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
     """A user's loss adds the KL to the reference policy."""
     algorithm = context.config.algorithm
     kl = algorithm.kl
-    weighted = any(each.kl_weight != 1 for each in algorithm.by_task)
-    missing = _not_taken_by_the_loss(context, "ref_logprobs", "kl_coef", *(("kl_weights",) if weighted else ()))
-    if kl.coef and kl.placement == "loss" and missing:
+    weighted = "kl_weights" in algorithm.kl_parameters
+    if missing := _not_taken_by_the_loss(context, *algorithm.kl_parameters):
         yield Finding(
             "algorithm.loss_type",
             f"algorithm.kl.coef is {kl.coef:g}, and the loss has no parameter {' or '.join(missing)} to add a KL with",

@@ -464,6 +464,14 @@ class AlgorithmConfig(Section):
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
     sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="sampling of actions")
 
+    @property
+    def kl_parameters(self) -> tuple[str, ...]:
+        """Parameters with which a loss adds the KL to the reference; none if it does not add one."""
+        if not self.kl.coef or self.kl.placement != "loss":
+            return ()
+        weighted = any(each.kl_weight != 1 for each in self.by_task)
+        return ("ref_logprobs", "kl_coef", *(("kl_weights",) if weighted else ()))
+
     def arguments_of(self, kind: Literal["loss", "estimator"], needs_values: bool = True) -> dict[str, object]:
         """Return the settings passed to the loss or estimator; ``needs_values=False`` omits the critic's."""
         fields = AlgorithmConfig.model_fields
