@@ -6,7 +6,6 @@ Metrics that depend on the clock are named ``time/...``, and those on the use of
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EVENT_FILES = itertools.count()
 WANDB_FINISH_S = 60.0
 MetricValue = float | int | str | None
 
@@ -67,9 +65,10 @@ class TensorBoardTracker:
         self._event = proto.Event
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         directory.mkdir(parents=True, exist_ok=True)
-        writer = f"{socket.gethostname()}.{os.getpid()}.{next(_EVENT_FILES)}"
-        name = f"events.out.tfevents.{int(time.time()):010d}.{writer}"  # readers sort by name
-        self._file = (directory / name).open("wb")
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        started = f"{seconds:010d}.{nanoseconds:09d}"  # readers sort by name
+        name = f"events.out.tfevents.{started}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (directory / name).open("xb")
         self._writer = RecordWriter(self._file)
         self._write(self._event(wall_time=time.time(), file_version="brain.Event:2"))
         if resume_iteration is not None:

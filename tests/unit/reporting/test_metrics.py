@@ -359,9 +359,12 @@ def test_a_run_directory_that_is_moved_takes_its_sinks_along(
     assert [event.step for event in events.Scalars("rollout/success_rate")] == [1, 2]
 
 
-def test_a_resumed_run_hides_later_points_of_the_process_before(tmp_path: Path) -> None:
+def test_a_resumed_run_hides_later_points_of_the_process_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for first, last, resumed in ((1, 5, None), (3, 4, 2)):
+    for first, last, resumed, process in ((1, 5, None, 9), (3, 4, 2, 10)):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
         with MetricsLogger(tmp_path, LoggerConfig(), resume_iteration=resumed) as metrics:
             for iteration in range(first, last + 1):
                 metrics.log(row(iteration))

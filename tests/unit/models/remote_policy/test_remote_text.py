@@ -108,7 +108,8 @@ def test_a_lost_server_is_not_asked_row_by_row() -> None:
         native = NativeRolloutEngine(build(url, retries=1), config.rollout, config.algorithm.sampling, 0, 1)
         engine = DecidingEngine(native, "greedy", 3, None)
         found = engine._computed([_Content(conversation(ASK, None, "auto"), (row, 1)) for row in range(3)])
-        assert [type(one) for one in found] == [RolloutEngineError] * 3 and len(asked) == 3 * 2
+        # At most once a row: what has not begun when the first row fails is not asked at all.
+        assert [type(one) for one in found] == [RolloutEngineError] * 3 and len(asked) <= 3 * 2
 
 
 def test_a_busy_server_is_asked_again() -> None:
