@@ -6,7 +6,7 @@ Machine 0 has Redis, with a password, and the trainer of an asynchronous run; ea
 it. While they gather, machine 1 loses its network for ``--cut-s``, its process is then killed (SIGKILL) and joins
 again, the one of the last machine leaves (SIGTERM) and joins again, and the trainer is stopped and resumed. In the end
 each rollout that was made has to be counted once, in the store, or on its way. Needs root, iproute2 and redis-server;
-rates are limited by tbf, and packets delayed by netem where the kernel has it.
+packets are delayed by netem, and where the kernel has none by cable.py, their rate limited by tbf.
 """
 
 from __future__ import annotations
@@ -77,18 +77,35 @@ def in_machine(number: int, *words: object) -> list[str]:
     return ["ip", "netns", "exec", f"{PREFIX}{number}", *map(str, words)]
 
 
-def shape(namespace: str, device: str) -> bool:
-    """Limit what leaves a device to ``RATE``, ``DELAY_MS`` late; return whether the kernel can delay."""
-    add = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device]
-    delayed = subprocess.run([*add, "root", "netem", "delay", f"{DELAY_MS}ms", "rate", RATE], stderr=subprocess.DEVNULL)
-    if delayed.returncode:
-        subprocess.run([*add, "root", "tbf", "rate", RATE, "burst", "64kb", "latency", "50ms"], check=True)
-    return not delayed.returncode
+def has_netem() -> bool:
+    """Return whether the kernel can delay packets."""
+    add = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    tried = subprocess.run(["ip", "netns", "exec", SWITCH, *add], stderr=subprocess.DEVNULL)
+    return tried.returncode == 0
+
+
+def shape(namespace: str, device: str, netem: bool) -> None:
+    """Limit what leaves a device to ``RATE``; with netem, ``DELAY_MS`` late."""
+    tbf = ("tbf", "rate", RATE, "burst", "64kb", "latency", "50ms")
+    kind = ("netem", "delay", f"{DELAY_MS}ms", "rate", RATE) if netem else tbf
+    command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, "root", *kind]
+    subprocess.run(command, check=True)
+
+
+def lay_cable(port: str, end: str, closing: ExitStack) -> None:
+    """Make two devices in the switch's namespace with a cable of ``DELAY_MS`` between them."""
+    words = [sys.executable, Path(__file__).with_name("cable.py"), port, end, DELAY_MS]
+    command = ["ip", "netns", "exec", SWITCH, *map(str, words)]
+    cable = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    closing.callback(cable.wait)
+    closing.callback(cable.kill)
+    assert cable.stdout is not None
+    assert cable.stdout.readline() == "ready\n", "no cable"
 
 
 @contextmanager
-def machines(count: int) -> Iterator[bool]:
-    """Have machines with a switch between them; yield whether packets are delayed."""
+def machines(count: int) -> Iterator[str]:
+    """Have machines with a switch between them; yield what delays packets."""
     names = [SWITCH, *(f"{PREFIX}{number}" for number in range(count))]
     with ExitStack() as closing:
         for name in names:
@@ -96,17 +113,37 @@ def machines(count: int) -> Iterator[bool]:
             closing.callback(ip, "netns", "del", name)
         ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         ip("-n", SWITCH, "link", "set", "bridge", "up")
-        delayed = False
+        netem = has_netem()
         for number, name in enumerate(names[1:]):
-            port = f"port{number}"
-            ip("-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            port, end = f"port{number}", f"end{number}"
+            if netem:
+                ip("-n", SWITCH, "link", "add", port, "type", "veth", "peer", "name", end)
+            else:
+                lay_cable(port, end, closing)
+            ip("-n", SWITCH, "link", "set", end, "netns", name, "name", "eth0")
             ip("-n", SWITCH, "link", "set", port, "master", "bridge", "up")
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "address", "add", f"{address(number)}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
-            delayed = shape(name, "eth0")
-            shape(SWITCH, port)
-        yield delayed
+            shape(name, "eth0", netem)
+            shape(SWITCH, port, netem)
+        yield "netem" if netem else "cable.py"
+
+
+ROUND_TRIP = """
+import socket, statistics, sys, time
+def connect():
+    started = time.perf_counter()
+    socket.create_connection((sys.argv[1], int(sys.argv[2]))).close()
+    return time.perf_counter() - started
+print(1000 * statistics.median(connect() for _ in range(50)))
+"""
+
+
+def round_trip_ms(number: int) -> float:
+    """Return the median time in which a machine connects to Redis: a round trip."""
+    command = in_machine(number, sys.executable, "-c", ROUND_TRIP, address(0), PORT)
+    return round(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout), 2)
 
 
 def link_bytes(number: int) -> int:
@@ -290,9 +327,10 @@ def is_exact(row: dict[str, object]) -> bool:
 def try_setting(count: int, cut_s: float, place: Path) -> dict[str, object]:
     """Do it with so many machines; return a row."""
     started = time.monotonic()
-    with machines(count) as delayed, ExitStack() as closing:
+    with machines(count) as delayed_by, ExitStack() as closing:
         run = Run(place, closing)
         run.start_redis()
+        trip_ms = round_trip_ms(1)
         trainer = run.train()
         until(lambda: run.redis.exists(f"{STORE}/run/settings/STABLE") or trainer.poll() is not None, "the trainer")
         for number in range(1, count):
@@ -305,7 +343,8 @@ def try_setting(count: int, cut_s: float, place: Path) -> dict[str, object]:
         run.resume(int(run.updates()[-1]["iteration"]) + MORE)
         names = ["trainer", *(f"m{number}" for number in range(1, count))]
         codes = {name: run.processes[name].wait(LIMIT_S) for name in names}
-        row = {"machines": count, "rate": RATE, "delay_ms": DELAY_MS if delayed else 0} | events
+        row = {"machines": count, "rate": RATE, "delay_ms": DELAY_MS, "delayed_by": delayed_by} | events
+        row |= {"round_trip_ms": trip_ms}
         row |= {"exit_codes": codes, "trainer_link_bytes": link_bytes(0)}
         accounted = account(run, count)
         row |= {"wall_s": round(time.monotonic() - started, 1), "gathered": accounted.pop("machines")} | accounted

@@ -15,6 +15,7 @@ from embodrl.data.demos import Demos
 from embodrl.data.load import is_lerobot, load_demos
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
+from embodrl.learners.objective import given_loss, unusable_loss
 from embodrl.learners.rollout import RolloutLearner
 from embodrl.names import import_object, label_of, workflow_agents
 from embodrl.pipelines.load import load_run
@@ -241,7 +242,7 @@ class Session:
 
         Raises:
             EmbodrlError: there was no rollout since the last update (``session-order``), the run can't use the loss
-                (``session-loss``, ``function-parameter-unknown``), or advantages are given off policy, or not given on
+                (``loss-unusable``, ``function-parameter-unknown``), or advantages are given off policy, or not given on
                 policy (``session-advantages``).
         """
         self._check_idle("train", ahead=True)
@@ -381,31 +382,14 @@ class Session:
 
     def _usable(self, loss: Callable[..., LossOutput]) -> Callable[..., LossOutput] | str:
         """Return the loss as the engine takes it: a function, or its name where other processes train."""
-        label, config = label_of(loss), self.config
-        spec, configured = LOSSES.of(label, loss), LOSSES.entry(config.algorithm.loss_type)
-        remote = isinstance(self._learner.engine, RemoteTrainEngine)
-        problem = hint = ""
-        if configured.off_policy:
-            problem, hint = "is of rollouts, and the algorithm is off policy", "choose an algorithm such as ppo"
-        elif spec.needs_values and not configured.needs_values:
-            problem, hint = "reads values, and there is no critic", "choose an algorithm with one, such as ppo"
-        elif configured.needs_values and not spec.needs_values and config.actor.optim.critic_warmup_iterations:
-            problem = "does not train the critic, which the first updates train alone"
-            hint = "set actor.optim.critic_warmup_iterations=0"
-        elif (config.algorithm.decoupled.enabled or config.recomputes_logprobs) and _DECOUPLED.difference(
-            spec.parameters or _DECOUPLED
-        ):
-            problem = "does not name both prox_logprobs and behavior_weights"
-            hint = "name both, or set algorithm.decoupled.enabled=false and algorithm.recompute_logprobs=false"
-        elif missing := [name for name in config.algorithm.kl_parameters if name not in (spec.parameters or (name,))]:
-            problem = f"has no parameter {' or '.join(missing)} to add the KL with"
-            hint = "name it, or set algorithm.kl.placement=reward or algorithm.kl.coef=0"
-        elif remote and not _is_importable(label, loss):
-            problem = "can't be imported by the training processes"
+        label = label_of(loss)
+        given_loss(loss, self.config)
+        if not isinstance(self._learner.engine, RemoteTrainEngine):
+            return loss
+        if not _is_importable(label, loss):
             hint = "define it by name in a module, not in the script or in a function"
-        if problem:
-            raise EmbodrlError(f"the loss {label} {problem}", hint, code="session-loss")
-        return label if remote else loss
+            raise unusable_loss(label, "can't be imported by the training processes", hint)
+        return label
 
     def _next(self, step: str, *roles: str) -> tuple[Walk, GraphNode]:
         """Return the walk over the iteration in progress, and its next node, which has one of the roles."""
@@ -430,7 +414,6 @@ def _run(walk: Walk, node: GraphNode, *inputs: object, **options: object) -> obj
 
 _SIDE = 64
 """Pixels that the images of replayed episodes are reduced to: nothing reads them."""
-_DECOUPLED = frozenset(("prox_logprobs", "behavior_weights"))
 
 
 def _is_importable(label: str, function: object) -> bool:

@@ -17,7 +17,7 @@ from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.shared_inputs import ROW
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.names import parameters_of
+from embodrl.names import label_of, parameters_of
 from embodrl.specs import LOSSES, FunctionSpec
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -29,6 +29,41 @@ def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, o
         "kl_estimator": algorithm.kl.estimator,
     }
     return settings
+
+
+def given_loss(loss: Callable[..., object], config: Config) -> FunctionSpec:
+    """Return the spec of a loss that takes the place of ``algorithm.loss_type``.
+
+    Raises:
+        EmbodrlError: the run can't use it (``loss-unusable``), or it has a parameter that nothing is passed for
+            (``function-parameter-unknown``).
+    """
+    label, algorithm = label_of(loss), config.algorithm
+    spec, configured = LOSSES.of(label, loss), LOSSES.entry(algorithm.loss_type)
+
+    def missing(*names: str) -> list[str]:
+        return [] if spec.parameters is None else [name for name in names if name not in spec.parameters]
+
+    if configured.off_policy:
+        raise unusable_loss(label, "is of rollouts, and the algorithm is off policy", "choose an algorithm such as ppo")
+    if spec.needs_values and not configured.needs_values:
+        hint = "choose an algorithm with one, such as ppo"
+        raise unusable_loss(label, "reads values, and there is no critic", hint)
+    if configured.needs_values and not spec.needs_values and config.actor.optim.critic_warmup_iterations:
+        hint = "set actor.optim.critic_warmup_iterations=0"
+        raise unusable_loss(label, "does not train the critic, which the first updates train alone", hint)
+    if (algorithm.decoupled.enabled or config.recomputes_logprobs) and missing("prox_logprobs", "behavior_weights"):
+        hint = "name both, or set algorithm.decoupled.enabled=false and algorithm.recompute_logprobs=false"
+        raise unusable_loss(label, "does not name both prox_logprobs and behavior_weights", hint)
+    if unread := missing(*algorithm.kl_parameters):
+        hint = "name it, or set algorithm.kl.placement=reward or algorithm.kl.coef=0"
+        raise unusable_loss(label, f"has no parameter {' or '.join(unread)} to add the KL with", hint)
+    return spec
+
+
+def unusable_loss(label: str, problem: str, hint: str) -> EmbodrlError:
+    """Return the error of a given loss."""
+    return EmbodrlError(f"the loss {label} {problem}", hint, code="loss-unusable")
 
 
 def checked_loss(output: object, name: str) -> LossOutput:

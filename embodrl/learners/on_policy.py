@@ -37,6 +37,7 @@ from embodrl.learners.objective import (
     chunk_weights,
     counts_of,
     flatten_chunks,
+    given_loss,
     kl_weight_column,
     make_loss,
     solved_column,
@@ -45,7 +46,7 @@ from embodrl.learners.objective import (
 from embodrl.learners.update import Update
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.teacher import build_teacher, inputs_for
-from embodrl.names import import_function, label_of
+from embodrl.names import import_function
 from embodrl.processes.liveness import report_work
 from embodrl.processes.trace import span
 from embodrl.specs import LOSSES, FunctionSpec
@@ -124,12 +125,13 @@ class OnPolicyUpdate(Update):
 
         Raises:
             NonFiniteError: several consecutive steps were not finite.
-            EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
+            EmbodrlError: a chunk has a version above the engine's, the batch lacks a column that the loss needs, or the
+                run can't use the given loss (``loss-unusable``).
         """
         algorithm = self.algorithm
-        self.engine.onload()
         function = import_function(loss) if isinstance(loss, str) else loss
-        spec = self._loss if function is None else LOSSES.of(label_of(function), function)
+        spec = self._loss if function is None else given_loss(function, self.config)
+        self.engine.onload()
         needs_values = spec.needs_values
         critic_warmup = self.critic_warmup()
         rates = learning_rates(

@@ -207,7 +207,7 @@ def test_a_session_updates_with_a_loss_of_its_own(tmp_path: Path, places: tuple[
             batch = session.rollout()
             advantages = session.advantages(batch)
             if places:
-                with raises_code("session-loss", EmbodrlError, "halved"):
+                with raises_code("loss-unusable", EmbodrlError, "halved"):
                     session.train(batch, advantages, loss=halved)
             learned = session.train(batch, advantages, loss)
             assert ("train/half" in learned) == (loss is halved)
@@ -228,11 +228,11 @@ def test_a_loss_that_the_run_can_not_use_is_refused(tmp_path: Path) -> None:
     warm = ["actor.optim.critic_warmup_iterations=1", "runner.max_iterations=2"]
     for number, (loss, code, settings) in enumerate(
         (
-            (critic, "session-loss", reinforce),
-            (actor, "session-loss", decoupled),
-            (actor, "session-loss", warm),
+            (critic, "loss-unusable", reinforce),
+            (actor, "loss-unusable", decoupled),
+            (actor, "loss-unusable", warm),
             (wrong, "function-parameter-unknown", []),
-            (actor, "session-loss", ["algorithm.kl.coef=0.1"]),
+            (actor, "loss-unusable", ["algorithm.kl.coef=0.1"]),
         )
     ):
         session = embodrl.Session(tiny(), [f"runner.output_dir={tmp_path / str(number)}", *settings])
@@ -267,7 +267,7 @@ def test_a_session_learns_off_policy(algorithm: str, tmp_path: Path) -> None:
                 session.advantages(batch)
             with raises_code("session-advantages"):
                 session.train(batch, made(batch))
-            with raises_code("session-loss"):
+            with raises_code("loss-unusable"):
                 session.train(batch, loss=actor_loss)
             assert session.train(batch)["replay/size"]
             rows.append(session.sync())

@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expect import raises_code
 from torch import Tensor, nn
 from toy_policy import ToyPolicy, toy_rollout
-from updates import update
+from updates import on_policy, update
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig
+from embodrl.config.schema.algorithm import KlConfig, TaskAlgorithmConfig
+from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.types import EvalOutput, SamplingParams
@@ -60,3 +64,23 @@ def test_the_load_of_experts_is_a_mean_over_micro_batches_by_their_tokens() -> N
     assert policy.router.item() == pytest.approx(0.5 - rate * 0.2 * 10.4)
     policy, metrics = trained(0.0)
     assert "train/router_aux_loss" not in metrics and float(policy.router) == 0.5
+
+
+def weighs_nothing(*, logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor, kl_coef: float) -> LossOutput:
+    raise AssertionError("not reached")
+
+
+def test_a_loss_of_a_pipeline_reads_what_is_configured() -> None:
+    """Before anything is trained; ``kl_weights`` alone is missing."""
+    algorithm = AlgorithmConfig(
+        loss_type="actor",
+        adv_type="rloo",
+        kl=KlConfig(coef=0.1),
+        by_task=(TaskAlgorithmConfig(task="reach-red", kl_weight=0.5),),
+    )
+    policy = ToyPolicy()
+    engine = NativeTrainEngine(policy, EngineOptions(ActorConfig(precision="fp32"), 10), "cpu")
+    batch = toy_rollout(policy, part_invalid=False)
+    advantages = compute_advantages(batch, AlgorithmConfig(update_epoch=1))
+    with raises_code("loss-unusable", EmbodrlError, "kl_weights"):
+        on_policy(engine, algorithm).update(batch, advantages, torch.Generator(), loss=weighs_nothing)
