@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 GB = 10**9
 ROWS_AT_ONCE = 256
+_SINCE = {"ignore_terminations"}
+"""Settings that older demonstrations do not record."""
 
 
 def reward_settings(config: Config) -> dict[str, object]:
@@ -38,6 +40,8 @@ def reward_settings(config: Config) -> dict[str, object]:
     env = config.env
     algorithm = config.algorithm
     settings: dict[str, object] = {"reward_mode": env.reward_mode, "success_bonus": env.success_bonus}
+    if env.reward_mode == "dense":  # what is paid after success
+        settings |= {"ignore_terminations": env.train.ignore_terminations}
     if env.reward_mode == "potential":
         settings |= {"gamma": algorithm.gamma, "reward_type": algorithm.reward_type}
     return settings
@@ -119,10 +123,11 @@ def check_rewards(directory: Path, config: Config) -> None:
         logger.warning("%s: recorded rewards are used unchanged; the environment's may differ", directory)
         return
     wanted = reward_settings(config)
-    if found != wanted:
+    if {**wanted, **found} != wanted or not wanted.keys() - found.keys() <= _SINCE:
         raise EmbodrlError(
             f"the rewards of {directory} differ from the run's: {dict(found)} instead of {wanted}",
-            "collect demonstrations with the same env.reward_mode and env.success_bonus, or train with theirs",
+            "collect demonstrations with the same env.reward_mode, env.success_bonus and, where the reward is dense,"
+            " env.train.ignore_terminations, or train with theirs",
             code="demos-other-rewards",
         )
 

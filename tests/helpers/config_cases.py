@@ -279,6 +279,16 @@ RULES = [
         ("env.train.failed_seed_fraction=0.5", "env.train.use_fixed_reset_state_ids=true"),
     ),
     Wrong(
+        "failed seeds of rollouts in which nothing fails",
+        "env.train.max_steps_per_rollout_epoch",
+        "failures-end-before-the-next-start",
+        (
+            "env.train.max_steps_per_rollout_epoch=50",
+            "env.max_episode_steps=100",
+            "env.train.failed_seed_fraction=0.5",
+        ),
+    ),
+    Wrong(
         "a curriculum of one task",
         PARTS,
         "parts-choose-among-tasks",

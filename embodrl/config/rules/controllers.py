@@ -45,6 +45,8 @@ def _one_controllers(config: Config) -> dict[str, tuple[bool, str, str]]:
         "reward.model": (config.reward.model is not None, _OF_ALL, "null"),
         "reward.judge.url": (config.reward.judge.url is not None, _OF_ALL, "null"),
         "env.train.start_from_demos": (config.env.train.start_from_demos is not None, _OF_ALL, "null"),
+        "env.train.failed_seed_fraction": (config.env.train.failed_seed_fraction > 0, _OF_ALL, "0"),
+        "env.train.task_curriculum.parts": (bool(config.env.train.task_curriculum.parts), _OF_ALL, "[]"),
         "algorithm.adv_type": (
             algorithm.adv_type not in ("gae", "grpo", "rloo", "reinforce_pp"),
             _OF_ALL,

@@ -215,6 +215,22 @@ def outcomes_are_known_before_the_next_start(context: Context) -> Iterator[Findi
                 yield Finding(key, f"{message}, and {start} chooses where they begin", hint, allowed, others=(start,))
 
 
+@rule(*STARTS, "env.train", "env.max_episode_steps")
+def failures_end_before_the_next_start(context: Context) -> Iterator[Finding]:
+    """Outcomes that decide where episodes begin include failures, which end at the step limit."""
+    config = context.config
+    steps, limit = config.env.train.max_steps_per_rollout_epoch, config.env.max_episode_steps
+    for start in STARTS:
+        if value_of(config, start) and steps < limit:
+            yield Finding(
+                "env.train.max_steps_per_rollout_epoch",
+                f"no failure ends within rollouts of {steps} steps, and {start} would know of successes alone",
+                f"set it to a multiple of env.max_episode_steps = {limit}, or leave {start} out",
+                f"at least {limit}",
+                others=(start, "env.max_episode_steps"),
+            )
+
+
 OF_KINDS = {"stages": ("success_rate",), "between": ("low", "high", "factor")}
 """Settings of each kind of part, all of which it needs."""
 
@@ -429,15 +445,19 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
 
 @note("env.train", "env.max_episode_steps")
 def rollouts_reach_the_step_limit(context: Context) -> Iterator[Finding]:
-    """Every rollout begins with new episodes, so in a rollout shorter than an episode only successes end."""
+    """Every rollout begins with new episodes, so in a rollout shorter than an episode no failure ends."""
     env = context.config.env
+    lasts = env.train.ignore_terminations
+    if lasts and context.loss.off_policy:  # its success is that of evaluations
+        return
     if context.family is not None and context.family.kind == "text":  # whose chunks are messages
         return
     if env.train.max_steps_per_rollout_epoch < env.max_episode_steps:
         yield Finding(
             "env.train.max_steps_per_rollout_epoch",
             f"rollouts of {env.train.max_steps_per_rollout_epoch} steps never reach env.max_episode_steps ="
-            f" {env.max_episode_steps}: only successes end within one, so rollout/success_rate is 1 or null",
+            f" {env.max_episode_steps}: {'nothing ends' if lasts else 'only successes end'} within one, so"
+            f" rollout/success_rate is {'' if lasts else '1 or '}null",
             f"set it to a multiple of {env.max_episode_steps}",
             f"at least {env.max_episode_steps}",
             others=("env.max_episode_steps",),

@@ -95,11 +95,12 @@ def gripper_opens_upward(context: Context) -> Iterator[Finding]:
         )
 
 
-@RULES.note("env.reward_mode", "env.train", "algorithm.loss_type", "model.small_actor.kind")
+@RULES.note("env.reward_mode", "env.train", "algorithm.loss_type", "model.small_actor.kind", "model.warm_start")
 def critics_learned_from_the_dense_reward(context: Context) -> Iterator[Finding]:
     """The reward with which SAC and RLPD learned from random weights."""
     from_scratch = context.loss.off_policy and not context.loss.imitates
-    from_scratch = from_scratch and context.config.model.small_actor.kind is None
+    model = context.config.model
+    from_scratch = from_scratch and model.small_actor.kind is None and model.warm_start is None
     if from_scratch and context.config.env.reward_mode == "dense_delta":
         yield Finding(
             "env.reward_mode",

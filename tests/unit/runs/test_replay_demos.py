@@ -107,3 +107,10 @@ def test_demonstrations_without_rewards_or_with_others_are_refused(style: str, t
     write(tmp_path / "other", style, episode(0, 3, True), rewards={"reward_mode": "dense", "success_bonus": 1.0})
     with raises_code("demos-other-rewards"):
         take("other")
+    dense: dict[str, object] = {"reward_mode": "dense", "success_bonus": 0.0}
+    on = ["env.reward_mode=dense", "env.success_bonus=0", "env.train.ignore_terminations=true"]
+    write(tmp_path / "ended", style, episode(0, 3, True), rewards=dense | {"ignore_terminations": False})
+    with raises_code("demos-other-rewards"):
+        take("ended", *on)
+    write(tmp_path / "older", style, episode(0, 3, True), rewards=dense)
+    take("older", *on)
