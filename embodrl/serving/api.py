@@ -121,7 +121,7 @@ class ApiListener(HttpListener):
 
     async def _weights(self, message: Message, request: Request) -> dict[str, object]:
         directory = stable_directory(message.get("directory"))
-        report = await asyncio.to_thread(self.service.source.take, directory)
+        report = await asyncio.to_thread(self.service.source.take, directory, True)
         if report is None and self.service.source.has_taken(directory):
             return {"policy_version": self.core.version, "num_tensors": 0, "num_bytes": 0, "instance": self._instance}
         if report is None:

@@ -19,7 +19,7 @@ from embodrl.store.config import store_settings
 from embodrl.store.parts import DONE
 from embodrl.store.shards import EPISODES, newest_of_each
 from embodrl.store.store import Retry, Store
-from embodrl.store.weights import upload_versions
+from embodrl.store.weights import remove_newer, upload_versions
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +38,12 @@ class PublishedWeights:
         self._sender = DiskSender(directory, trained_names(policy))
         self._retry = Retry(logger.warning)
         self._is_behind = False
+        self._back_to: int | None = None
 
     def drop_newer(self, version: int) -> None:
         """Remove versions above this one: they follow a checkpoint that the run has not resumed from."""
         self._sender.drop_newer(version)
+        self._back_to = version
         self._upload()
 
     def publish(self, engine: TrainEngine, step: int) -> None:
@@ -57,16 +59,23 @@ class PublishedWeights:
 
     def _upload(self) -> None:
         def upload() -> bool:
-            upload_versions(self.store, self._directory)
+            self._upload_versions()
             return True
 
         self._is_behind = not self._retry(upload, default=False)
+
+    def _upload_versions(self) -> None:
+        # First, and also after an outage: by then a version of the same number may have been made.
+        if self._back_to is not None:
+            remove_newer(self.store, self._back_to)
+            self._back_to = None
+        upload_versions(self.store, self._directory)
 
     def finish(self, step: int, is_to_stop: Callable[[], bool], poll_s: float) -> None:
         """Mark in the store that no further weights will come; retried until it succeeds or the run is to stop."""
 
         def mark() -> bool:
-            upload_versions(self.store, self._directory)
+            self._upload_versions()
             self.store.put_note(DONE, {"version": step})
             return True
 

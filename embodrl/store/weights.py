@@ -21,7 +21,18 @@ WEIGHTS = "weights"
 def newest_version(store: Store) -> int | None:
     """Return the newest version in a store; None if there is none. Raises StoreError."""
     names = store.names(WEIGHTS)
-    return int(names[-1].rpartition("/v")[2]) if names else None
+    return _version_of(names[-1]) if names else None
+
+
+def _version_of(name: str) -> int:
+    return int(name.rpartition("/v")[2])
+
+
+def remove_newer(store: Store, version: int) -> None:
+    """Remove versions above this one, which their run has gone back from; raises StoreError."""
+    for name in store.names(WEIGHTS):
+        if _version_of(name) > version:
+            store.remove(name)
 
 
 def upload_versions(store: Store, directory: Path) -> None:
@@ -47,9 +58,12 @@ def download_versions(store: Store, directory: Path) -> None:
     names = store.names(WEIGHTS)
     for name in names:
         path = directory / name.rpartition("/")[2]
-        if (path / STABLE).is_file():
-            continue
         try:
+            if (path / STABLE).is_file():
+                held = read_fields(path / STABLE).content
+                if (mark := store.mark(name)) is None or mark.fields("weights").content == held:
+                    continue
+                remove(path)  # its run has gone back, and made this version again
             mark = store.get(name, path)
         except StoreError:
             if store.mark(name) is None:

@@ -217,6 +217,12 @@ RULES = [
     ),
     Wrong("workflow of one agent", KEY, "workflow-exists", (f"{KEY}='two_agents:Alone'", *EPISODES), names="first"),
     Wrong("a function's reward of agents", "reward.fn", AGENTS, ("reward.fn='math:isfinite'", *TEAM)),
+    Wrong(
+        "a judge of agents",
+        "reward.judge.url",
+        AGENTS,
+        ("reward.judge.url='http://localhost:8000/v1'", "reward.judge.model=m", *TEAM),
+    ),
     Wrong("SRPO of agents", "algorithm.srpo.enabled", AGENTS, ("algorithm.srpo.enabled=true", *TEAM)),
     Wrong(
         "agents of one function",

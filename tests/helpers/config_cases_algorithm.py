@@ -254,6 +254,12 @@ ALGORITHMS = [
         ("algorithm.rejection={metric: ratio,lower: 3}", "algorithm.recompute_logprobs=true"),
     ),
     Wrong(
+        "rejection of nothing",
+        "algorithm.rejection.lower",
+        "rejection-fits",
+        ("algorithm.rejection={metric: k3,lower: -1}", "algorithm.recompute_logprobs=true"),
+    ),
+    Wrong(
         "rejection of every KL",
         "algorithm.rejection.upper",
         "rejection-fits",

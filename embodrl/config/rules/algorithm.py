@@ -318,7 +318,10 @@ def rejection_fits(context: Context) -> Iterator[Finding]:
         hint = "set algorithm.decoupled.enabled=true, or algorithm.recompute_logprobs=true"
         yield Finding(f"{key}.metric", message, hint, "null", others=("algorithm.recompute_logprobs",))
     lower, upper = rejection.lower, rejection.upper
-    if lower is None and upper is None:
+    if lower is not None and lower <= 0 and rejection.metric != "k1":
+        message = f"rejects nothing: '{rejection.metric}' is never below 0"
+        yield Finding(f"{key}.lower", message, "raise it, or leave it out", "above 0", others=(f"{key}.metric",))
+    elif lower is None and upper is None:
         yield Finding(f"{key}.upper", "rejects nothing: both bounds are null", "set it, or algorithm.rejection.lower")
     elif lower is not None and upper is not None and lower >= upper:
         others = (f"{key}.upper",)

@@ -68,7 +68,7 @@ def agents_have_their_workflow(context: Context) -> Iterator[Finding]:
         yield Finding(AGENT, f"can't be called as {AGENT_CALL}: {error}", "give it these parameters")
 
 
-@rule(KEY, AGENT, "reward.fn", "algorithm.srpo.enabled")
+@rule(KEY, AGENT, "reward", "algorithm.srpo.enabled")
 def agents_have_rewards_of_their_own(context: Context) -> Iterator[Finding]:
     """What rewards or plays a whole episode can't tell the agents of a workflow from each other."""
     config = context.config
@@ -77,8 +77,8 @@ def agents_have_rewards_of_their_own(context: Context) -> Iterator[Finding]:
         return
     hint = "leave it out: the workflow rewards each agent (Trajectory.add_reward)"
     message = f"judges episodes, and can't tell the agents {', '.join(agents)} from each other"
-    if config.reward.fn is not None:
-        yield Finding("reward.fn", message, hint, "null", others=(KEY,))
+    for key in config.reward.judges:
+        yield Finding(key, message, hint, "null", others=(KEY,))
     if config.algorithm.srpo.enabled:
         yield Finding("algorithm.srpo.enabled", message, hint, "false", others=(KEY,))
     if config.rollout.agent is not None:

@@ -169,10 +169,11 @@ def _summed(pieces: Iterator[bytes | memoryview], sums: list[int]) -> Iterator[b
 
 @dataclass(frozen=True)
 class StoredVersion:
-    """A version on disk with an intact manifest: size and CRC-32 of its files, by name."""
+    """A version on disk with an intact manifest: its SHA-256, and size and CRC-32 of its files, by name."""
 
     path: Path
     header: Header
+    sha256: str
     files: dict[str, tuple[int, int]]
 
     @classmethod
@@ -199,7 +200,9 @@ class StoredVersion:
         if outside := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
             files.refuse(f"{outside[0]!r} is not a file of this directory")
         facts = {name: files.fields(name) for name in files}
-        return cls(path, header, {name: (f.integer("num_bytes"), f.integer("crc32")) for name, f in facts.items()})
+        return cls(
+            path, header, expected, {name: (f.integer("num_bytes"), f.integer("crc32")) for name, f in facts.items()}
+        )
 
     def read(self) -> dict[str, Tensor]:
         """Return all tensors, in host memory.
@@ -238,14 +241,17 @@ class DiskReceiver(WeightReceiver):
     def __init__(self, target: WeightTarget, directory: Path, layout: Layout | None = None) -> None:
         super().__init__(target, layout)
         self.directory = Path(directory)
+        self._sha256 = ""
 
     def receive(self, timeout_s: float = 0.0) -> SyncReport | None:
-        """Accept the newest version; versions in between are skipped."""
+        """Accept the newest version; versions in between are skipped. One that was made again is taken again."""
         deadline = time.monotonic() + timeout_s
-        while (version := next(iter(versions_in(self.directory)), None)) is None or version == self.version:
+        while (version := next(iter(versions_in(self.directory)), None)) is None or self._has(version):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
+        if version == self.version:
+            self.version = self.base = None
         # The run has gone back to an older checkpoint, which this check rejects.
         if self.version is not None and version < self.version:
             self._check_version(Header(version, version))
@@ -264,7 +270,15 @@ class DiskReceiver(WeightReceiver):
         for one in reversed(stored):  # the newer one first: the sender keeps its base for longer
             tensors = one.read() | tensors
         self._check_layout(version, layout_of(tensors), stored[0].header.full)
-        return self._accept(header, tensors)
+        report = self._accept(header, tensors)
+        self._sha256 = stored[-1].sha256
+        return report
+
+    def _has(self, version: int) -> bool:
+        if version != self.version:
+            return False
+        path = version_path(self.directory, version) / STABLE
+        return read_fields(path, IncompleteSyncError, HINT).text("manifest_sha256") == self._sha256
 
 
 class WeightPublisher:

@@ -31,20 +31,26 @@ class WeightSource:
         # Clients and the follower may ask at the same time.
         self._lock = threading.Lock()
         self._receivers: dict[Path, DiskReceiver] = {}
+        self._in_use: Path | None = None
 
-    def take(self, directory: Path) -> SyncReport | None:
+    def take(self, directory: Path, again: bool = False) -> SyncReport | None:
         """Use a directory's newest STABLE version; return it, or None if none is newer than the last one loaded there.
 
-        The versions are ``v000012/`` etc., as written by a run with ``rollout.publish_weights=true``.
+        The versions are ``v000012/`` etc., as written by a run with ``rollout.publish_weights=true``. ``again``: also
+        the version loaded last, if another directory's weights are in use.
 
         Raises:
             WeightSyncError: the version is incomplete, damaged, of another policy, or unreadable; the weights stay
                 unchanged.
         """
         with self._lock:
+            if again and directory != self._in_use:
+                self._receivers.pop(directory, None)
             receiver = self._receivers.setdefault(directory, DiskReceiver(self.engine, directory, self._layout))
             try:
-                return receiver.receive()
+                report = receiver.receive()
+                self._in_use = self._in_use if report is None else directory
+                return report
             except WeightVersionError:  # the run went back to an older checkpoint: the next poll starts there
                 del self._receivers[directory]
                 raise

@@ -364,6 +364,7 @@ class _ChoiceStream:
         self._received: list[LiveToken] = []
         self._decoder = _decoder()
         self._texts: list[str] = []  # of the tokens but the last
+        self._is_whole: list[bool] = []  # whether no character goes on behind such a token
         self._sent = 0
         self._has_begun = False
 
@@ -373,6 +374,7 @@ class _ChoiceStream:
             return b""  # reported twice, or behind the limit
         if self._received:
             self._texts.append(self._decoder.decode(self._received[-1].data))
+            self._is_whole.append(bool(self._texts[-1]) and not self._decoder.getstate()[0])
         self._received.append(token)
         text = text_before_stops("".join(self._texts), self._asked.stops)
         certain = len(certain_text(text) if self._asked.tools else text)
@@ -381,7 +383,7 @@ class _ChoiceStream:
         while ready < len(self._texts) and length + len(self._texts[ready]) <= certain:
             length += len(self._texts[ready])
             ready += 1
-        while self._asked.stops and ready > self._sent and not self._texts[ready - 1]:
+        while self._asked.stops and ready > self._sent and not self._is_whole[ready - 1]:
             ready -= 1  # an incomplete character, which may begin a stop sequence
         events: list[bytes] = []
         for place in range(self._sent, ready):

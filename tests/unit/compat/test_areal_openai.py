@@ -163,6 +163,17 @@ def test_rewards_without_discount_are_their_own(policy: VLAPolicy) -> None:
     assert rewards(found) == [0.25, 0.0] and not found.success
 
 
+def test_a_message_of_another_client_is_trained_alone(policy: VLAPolicy) -> None:
+    async def body(engine: InferenceEngine) -> Any:
+        client = ArealOpenAI(engine)
+        first, second = await two_turns(client)
+        client.set_reward(first.id, 5.0)
+        client.set_reward(second.id, 1.0)
+        return {second.id: client.export_interactions()[second.id]}
+
+    assert rewards(run(policy, Does(body))) == [1.0]
+
+
 def test_a_conversation_is_trained_from_its_last_message(policy: VLAPolicy) -> None:
     async def body(engine: InferenceEngine) -> Any:
         client = ArealOpenAI(engine, Tokenizer(), chat_template_type="concat")

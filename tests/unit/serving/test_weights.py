@@ -46,6 +46,19 @@ def test_versions_are_taken_up_under_load_and_no_request_fails(tmp_path, monkeyp
     assert answered == sorted(answered) and set(answered) == {0, 3, 4, 9}
 
 
+def test_weights_that_another_directory_has_replaced_are_loaded_again(tmp_path):
+    """Two processes of one run name directories of their own, one of them a version behind."""
+    policy = MeanPolicy()
+    source = WeightSource(engine_of(policy))
+    left, right = tmp_path / "left", tmp_path / "right"
+    for directory, version in ((left, 4), (right, 6), (left, 5)):
+        send(directory, MeanPolicy(), version)
+        assert source.take(directory, again=True) is not None and policy.offset.item() == version
+    assert source.take(right) is None and policy.offset.item() == 5
+    assert source.take(right, again=True) is not None and policy.offset.item() == 6
+    assert source.take(right, again=True) is None
+
+
 def test_damaged_weights_are_reported_once_and_the_next_are_taken(tmp_path, caplog):
     policy = MeanPolicy()
     engine = engine_of(policy)

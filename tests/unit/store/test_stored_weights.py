@@ -7,6 +7,7 @@ from served import MeanPolicy, engine_of
 from embodrl.errors import StoreError
 from embodrl.hybrid_engines.weight_sync.disk import STABLE, DiskSender, versions_in
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
+from embodrl.store.learner import PublishedWeights
 from embodrl.store.store import Store
 from embodrl.store.weights import download_versions, newest_version, upload_versions
 
@@ -40,6 +41,32 @@ def test_an_interrupted_download_is_repeated(tmp_path):
     (tmp_path / "taken" / "v000001" / STABLE).unlink()  # written last
     download_versions(store, tmp_path / "taken")
     assert versions_in(tmp_path / "taken") == [1]
+
+
+def test_versions_that_a_run_went_back_from_are_replaced(tmp_path):
+    """Also where the store was away meanwhile, and for a reader that was cut off."""
+    store, policy = Store(f"memory://{tmp_path.name}"), MeanPolicy()
+    store.create()
+    published = PublishedWeights(store, tmp_path / "sent", policy)
+    source = WeightSource(engine_of(policy))
+    sender = DiskSender(tmp_path / "sent")
+    for version in (1, 2, 3):
+        sender.send(weights(version), version)
+    upload_versions(store, tmp_path / "sent")
+    download_versions(store, tmp_path / "taken")
+    assert source.take(tmp_path / "taken") is not None and policy.offset.item() == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "remove", _away)
+        published.drop_newer(2)
+    DiskSender(tmp_path / "sent").send(weights(30), 3)
+    published.catch_up()
+    download_versions(store, tmp_path / "taken")
+    assert source.take(tmp_path / "taken") is not None and policy.offset.item() == 30
+    assert source.take(tmp_path / "taken") is None
+
+
+def _away(*_: object) -> None:
+    raise StoreError("the store is away", "", code="store-unreachable")
 
 
 def test_another_trainer_can_not_replace_a_version(tmp_path):
