@@ -2,9 +2,10 @@
 
 Simulators wait for each chunk, as slow ones and real robots do. Three cases: waits of 0.4 s on average, some of them
 ten times as long; waits of 0.25 s and rewards that take a second for each finished episode; and those waits with
-rollouts by a policy server in a process of its own. The synchronous run tells what an iteration's rollouts (simulation
-and policy) and its training take by themselves; an asynchronous run that waits for whole rollouts can't be faster than
-the slower of them. Each side computes in one thread, so that on two cores neither takes the other's. Prints the mean
+rollouts by a policy server in a process of its own, which has the last core as if it were another machine's. The
+synchronous run tells what an iteration's rollouts (simulation and policy) and its training (log-probs of the update
+included) take by themselves; an asynchronous run that waits for whole rollouts can't be faster than the slower of
+them. Each side computes in one thread, so that on two cores neither takes the other's. Prints the mean
 seconds of an iteration, and of the ideal.
 """
 
@@ -83,6 +84,7 @@ def server(directory: Path, token: str) -> Iterator[str]:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "server.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
+    os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -101,9 +103,10 @@ def compared(before: list[dict[str, Any]], ahead: list[dict[str, Any]]) -> dict[
     """Return the figures of ``measure``, means over the iterations of a synchronous and an asynchronous run."""
 
     def mean(rows: list[dict[str, Any]], *keys: str) -> float:
-        return statistics.mean(sum(float(row[key] or 0.0) for key in keys) for row in rows)
+        return statistics.mean(sum(float(row.get(key) or 0.0) for key in keys) for row in rows)
 
-    rollouts, training = mean(before, "time/env_s", "time/policy_s"), mean(before, "time/train_s")
+    rollouts = mean(before, "time/env_s", "time/policy_s")
+    training = mean(before, "time/train_s", "time/proximal_s")
     seconds = mean(ahead, "time/total_s")
     return {
         "synchronous_s": mean(before, "time/total_s"),
@@ -120,15 +123,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cases", nargs="+", default=["heavy-tailed", "reward", "server"], help="those to measure")
     arguments = parser.parse_args()
     token = secrets.token_hex(16)
     result: dict[str, Any] = {}
-    result["heavy-tailed simulators"] = measure(arguments.directory / "heavy", token, *HEAVY_TAILED)
-    result["slow reward"] = measure(arguments.directory / "reward", token, *SLOW_REWARD)
-    with server(arguments.directory / "server", token) as url:
-        result["server"] = measure(
-            arguments.directory / "server", token, *WAITING, "rollout=remote", f"rollout.remote.urls=[{url}]"
-        )
+    if "heavy-tailed" in arguments.cases:
+        result["heavy-tailed simulators"] = measure(arguments.directory / "heavy", token, *HEAVY_TAILED)
+    if "reward" in arguments.cases:
+        result["slow reward"] = measure(arguments.directory / "reward", token, *SLOW_REWARD)
+    if "server" in arguments.cases:
+        with server(arguments.directory / "server", token) as url:
+            result["server"] = measure(
+                arguments.directory / "server", token, *WAITING, "rollout=remote", f"rollout.remote.urls=[{url}]"
+            )
     for name, row in result.items():
         print(name, json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True)
     if arguments.json is not None:
