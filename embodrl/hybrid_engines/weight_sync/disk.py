@@ -278,7 +278,10 @@ class DiskReceiver(WeightReceiver):
         if version != self.version:
             return False
         path = version_path(self.directory, version) / STABLE
-        return read_fields(path, IncompleteSyncError, HINT).text("manifest_sha256") == self._sha256
+        try:
+            return read_fields(path, IncompleteSyncError, HINT).text("manifest_sha256") == self._sha256
+        except IncompleteSyncError:  # it is being replaced, and is looked at again
+            return True
 
 
 class WeightPublisher:
