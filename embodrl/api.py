@@ -294,7 +294,8 @@ def follow_weights(
 ) -> Iterator[tuple[int, EvaluationResult]]:
     """Evaluate every new version of the weights that a run publishes (``rollout.publish_weights=true``).
 
-    The run may be on another machine that shares its directory. Versions superseded during an evaluation are skipped.
+    The run may be on another machine that shares its directory. Versions superseded during an evaluation are skipped;
+    one that a resumed run has written again comes again.
 
     Args:
         run_dir: run directory.

@@ -14,9 +14,9 @@ from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_result import evaluation_of
 from embodrl.store.config import store_settings
-from embodrl.store.parts import DONE, RESULTS, open_store
+from embodrl.store.parts import DONE, open_store
 from embodrl.store.store import Retry, Store
-from embodrl.store.weights import download_versions
+from embodrl.store.weights import RESULTS, download_versions
 from embodrl.trainer.stop import StopSignal
 from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import Evaluator

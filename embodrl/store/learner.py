@@ -65,7 +65,7 @@ class PublishedWeights:
         self._is_behind = not self._retry(upload, default=False)
 
     def _upload_versions(self) -> None:
-        # First, and also after an outage: by then a version of the same number may have been made.
+        # First, and also after an outage of the store: by then a version of the same number may have been made.
         if self._back_to is not None:
             remove_newer(self.store, self._back_to)
             self._back_to = None

@@ -10,12 +10,10 @@ from embodrl.errors import UsageError
 from embodrl.store.config import store_settings
 from embodrl.store.shards import EPISODES, place_of
 from embodrl.store.store import Store
-from embodrl.store.weights import WEIGHTS
+from embodrl.store.weights import RESULTS, WEIGHTS
 
 DONE = "done/trainer"
 """Mark of a trainer that has taken its last step; its ``version`` is the last weights' version."""
-RESULTS = "results"
-"""Prefix of evaluations in a store: one per version."""
 
 
 def open_store(config: Config, create: bool = True) -> Store:

@@ -5,17 +5,18 @@ For setups without a shared directory, such as an object store; see ``embodrl/st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from embodrl.errors import StoreError
+from embodrl.errors import FileFormatError, StoreError
 from embodrl.fields import read_fields
 from embodrl.hybrid_engines.weight_sync.disk import STABLE, version_path, versions_in
 from embodrl.storage.atomic import remove
 from embodrl.storage.json_file import write_json_file
 from embodrl.store.store import Store
 
-WEIGHTS = "weights"
-"""Prefix of versions in a store."""
+WEIGHTS, RESULTS = "weights", "results"
+"""Prefixes of versions in a store, and of their evaluations."""
 
 
 def newest_version(store: Store) -> int | None:
@@ -29,8 +30,8 @@ def _version_of(name: str) -> int:
 
 
 def remove_newer(store: Store, version: int) -> None:
-    """Remove versions above this one, which their run has gone back from; raises StoreError."""
-    for name in store.names(WEIGHTS):
+    """Remove versions above this one, which their run has gone back from, and their results; raises StoreError."""
+    for name in (*store.names(WEIGHTS), *store.names(RESULTS)):
         if _version_of(name) > version:
             store.remove(name)
 
@@ -48,6 +49,14 @@ def upload_versions(store: Store, directory: Path) -> None:
             store.remove(name)
 
 
+def _held(path: Path) -> Mapping[str, object] | None:
+    """Return the mark of a version on this machine; None if it is damaged."""
+    try:
+        return read_fields(path / STABLE).content
+    except FileFormatError:
+        return None
+
+
 def download_versions(store: Store, directory: Path) -> None:
     """Sync a store's versions to a directory.
 
@@ -60,10 +69,9 @@ def download_versions(store: Store, directory: Path) -> None:
         path = directory / name.rpartition("/")[2]
         try:
             if (path / STABLE).is_file():
-                held = read_fields(path / STABLE).content
-                if (mark := store.mark(name)) is None or mark.fields("weights").content == held:
+                if (mark := store.mark(name)) is None or mark.fields("weights").content == _held(path):
                     continue
-                remove(path)  # its run has gone back, and made this version again
+                remove(path)  # damaged, or its run has gone back and made this version again
             mark = store.get(name, path)
         except StoreError:
             if store.mark(name) is None:

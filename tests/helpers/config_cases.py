@@ -285,11 +285,12 @@ RULES = [
         ("env.train.failed_seed_fraction=0.5", "env.train.use_fixed_reset_state_ids=true"),
     ),
     Wrong(
-        "failed seeds of rollouts in which nothing fails",
+        "failed seeds of rollouts in which nothing ends",
         "env.train.max_steps_per_rollout_epoch",
-        "failures-end-before-the-next-start",
+        "episodes-end-before-the-next-start",
         (
             "env.train.max_steps_per_rollout_epoch=50",
+            "env.train.ignore_terminations=true",
             "env.max_episode_steps=100",
             "env.train.failed_seed_fraction=0.5",
         ),

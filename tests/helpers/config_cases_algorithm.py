@@ -257,7 +257,7 @@ ALGORITHMS = [
         "rejection of nothing",
         "algorithm.rejection.lower",
         "rejection-fits",
-        ("algorithm.rejection={metric: k3,lower: -1}", "algorithm.recompute_logprobs=true"),
+        ("algorithm.rejection={metric: k3,lower: -1,upper: null}", "algorithm.recompute_logprobs=true"),
     ),
     Wrong(
         "rejection of every KL",

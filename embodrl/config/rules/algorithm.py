@@ -318,9 +318,9 @@ def rejection_fits(context: Context) -> Iterator[Finding]:
         hint = "set algorithm.decoupled.enabled=true, or algorithm.recompute_logprobs=true"
         yield Finding(f"{key}.metric", message, hint, "null", others=("algorithm.recompute_logprobs",))
     lower, upper = rejection.lower, rejection.upper
-    if lower is not None and lower <= 0 and rejection.metric != "k1":
+    if upper is None and lower is not None and lower <= 0 and rejection.metric != "k1":
         message = f"rejects nothing: '{rejection.metric}' is never below 0"
-        yield Finding(f"{key}.lower", message, "raise it, or leave it out", "above 0", others=(f"{key}.metric",))
+        yield Finding(f"{key}.lower", message, "raise it, or set algorithm.rejection.upper", "above 0")
     elif lower is None and upper is None:
         yield Finding(f"{key}.upper", "rejects nothing: both bounds are null", "set it, or algorithm.rejection.lower")
     elif lower is not None and upper is not None and lower >= upper:

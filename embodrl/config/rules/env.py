@@ -216,15 +216,20 @@ def outcomes_are_known_before_the_next_start(context: Context) -> Iterator[Findi
 
 
 @rule(*STARTS, "env.train", "env.max_episode_steps")
-def failures_end_before_the_next_start(context: Context) -> Iterator[Finding]:
-    """Outcomes that decide where episodes begin include failures, which end at the step limit."""
+def episodes_end_before_the_next_start(context: Context) -> Iterator[Finding]:
+    """Outcomes decide where episodes begin only if episodes end within a rollout."""
+    if context.config.env.train.ignore_terminations:
+        yield from _cut_off_starts(context, "no episode ends", "know of none")
+
+
+def _cut_off_starts(context: Context, what: str, known: str) -> Iterator[Finding]:
     config = context.config
     steps, limit = config.env.train.max_steps_per_rollout_epoch, config.env.max_episode_steps
     for start in STARTS:
         if value_of(config, start) and steps < limit:
             yield Finding(
                 "env.train.max_steps_per_rollout_epoch",
-                f"no failure ends within rollouts of {steps} steps, and {start} would know of successes alone",
+                f"{what} within rollouts of {steps} steps, and {start} would {known}",
                 f"set it to a multiple of env.max_episode_steps = {limit}, or leave {start} out",
                 f"at least {limit}",
                 others=(start, "env.max_episode_steps"),
@@ -441,6 +446,13 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
     if context.by_user("env.video.num_episodes") and env.video.num_episodes > env.eval.num_episodes:
         message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes can be recorded"
         yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")
+
+
+@note(*STARTS, "env.train", "env.max_episode_steps")
+def failures_end_before_the_next_start(context: Context) -> Iterator[Finding]:
+    """Outcomes that decide where episodes begin include failures, many of which end at the step limit."""
+    if not context.config.env.train.ignore_terminations:
+        yield from _cut_off_starts(context, "failures that the step limit ends do not end", "not know of these")
 
 
 @note("env.train", "env.max_episode_steps")

@@ -250,14 +250,13 @@ class DiskReceiver(WeightReceiver):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
-        if version == self.version:
-            self.version = self.base = None
+        base = None if version == self.version else self.base
         # The run has gone back to an older checkpoint, which this check rejects.
         if self.version is not None and version < self.version:
             self._check_version(Header(version, version))
         stored = [StoredVersion.open(self.directory, version)]
         header = stored[0].header
-        if header.base not in (version, self.base):
+        if header.base not in (version, base):
             try:
                 stored.insert(0, StoredVersion.open(self.directory, header.base))
             except WeightSyncError as error:

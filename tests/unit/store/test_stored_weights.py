@@ -5,11 +5,11 @@ import torch
 from served import MeanPolicy, engine_of
 
 from embodrl.errors import StoreError
-from embodrl.hybrid_engines.weight_sync.disk import STABLE, DiskSender, versions_in
+from embodrl.hybrid_engines.weight_sync.disk import STABLE, DiskSender, StoredVersion, versions_in
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.store.learner import PublishedWeights
 from embodrl.store.store import Store
-from embodrl.store.weights import download_versions, newest_version, upload_versions
+from embodrl.store.weights import RESULTS, download_versions, newest_version, upload_versions
 
 
 def weights(value: float):
@@ -53,6 +53,8 @@ def test_versions_that_a_run_went_back_from_are_replaced(tmp_path):
     for version in (1, 2, 3):
         sender.send(weights(version), version)
     upload_versions(store, tmp_path / "sent")
+    for version in (2, 3):
+        store.put_note(f"{RESULTS}/v{version:06d}", {"success_rate": 0.5})
     download_versions(store, tmp_path / "taken")
     assert source.take(tmp_path / "taken") is not None and policy.offset.item() == 3
     with pytest.MonkeyPatch.context() as patch:
@@ -63,6 +65,10 @@ def test_versions_that_a_run_went_back_from_are_replaced(tmp_path):
     download_versions(store, tmp_path / "taken")
     assert source.take(tmp_path / "taken") is not None and policy.offset.item() == 30
     assert source.take(tmp_path / "taken") is None
+    assert store.names(RESULTS) == [f"{RESULTS}/v000002"]
+    (tmp_path / "taken" / "v000003" / STABLE).write_text("")  # damaged
+    download_versions(store, tmp_path / "taken")
+    assert StoredVersion.open(tmp_path / "taken", 3).read()["offset"].item() == 30
 
 
 def _away(*_: object) -> None:
