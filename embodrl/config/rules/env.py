@@ -219,17 +219,17 @@ def outcomes_are_known_before_the_next_start(context: Context) -> Iterator[Findi
 def episodes_end_before_the_next_start(context: Context) -> Iterator[Finding]:
     """Outcomes decide where episodes begin only if episodes end within a rollout."""
     if context.config.env.train.ignore_terminations:
-        yield from _cut_off_starts(context, "no episode ends", "know of none")
+        yield from _cut_off_starts(context, "no outcome")
 
 
-def _cut_off_starts(context: Context, what: str, known: str) -> Iterator[Finding]:
+def _cut_off_starts(context: Context, known: str) -> Iterator[Finding]:
     config = context.config
     steps, limit = config.env.train.max_steps_per_rollout_epoch, config.env.max_episode_steps
     for start in STARTS:
         if value_of(config, start) and steps < limit:
             yield Finding(
                 "env.train.max_steps_per_rollout_epoch",
-                f"{what} within rollouts of {steps} steps, and {start} would {known}",
+                f"rollouts end after {steps} steps, before the step limit, and {start} would know {known}",
                 f"set it to a multiple of env.max_episode_steps = {limit}, or leave {start} out",
                 f"at least {limit}",
                 others=(start, "env.max_episode_steps"),
@@ -452,7 +452,7 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
 def failures_end_before_the_next_start(context: Context) -> Iterator[Finding]:
     """Outcomes that decide where episodes begin include failures, many of which end at the step limit."""
     if not context.config.env.train.ignore_terminations:
-        yield from _cut_off_starts(context, "failures that the step limit ends do not end", "not know of these")
+        yield from _cut_off_starts(context, "no failure that the limit ends")
 
 
 @note("env.train", "env.max_episode_steps")
