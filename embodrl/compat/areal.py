@@ -436,8 +436,8 @@ def add_interactions(trajectory: Trajectory, interactions: Sequence[InteractionW
         WorkflowError: several conversations are exported with ``concat`` (``workflow-trajectory``).
     """
     chain = list(interactions)
-    alone = [one for one in chain if one.parent is not None and not any(one.parent is other for other in chain)]
-    is_concat = any(one.chat_template_type == "concat" for one in alone)
+    orphans = [one for one in chain if one.parent is not None and not any(one.parent is other for other in chain)]
+    is_concat = any(one.chat_template_type == "concat" for one in orphans)
     if is_concat and len(chain) > 1:
         raise WorkflowError(
             f"arun_episode returned {len(chain)} conversations",

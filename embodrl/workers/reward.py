@@ -146,7 +146,7 @@ class RewardWorker:
             RewardError: something else paid there.
         """
         if (source := paid.text("by")) != self.source:
-            raise _of_other_rewards(f"the saved rewards come from {source}, and those of this run from {self.source}")
+            raise _of_other_rewards(f"the saved rewards come from {source}, but this run's come from {self.source}")
         self.replayed = outcomes_of(paid, "outcomes")
 
     def paid_by(self, outcomes: list[Outcome]) -> dict[str, object]:

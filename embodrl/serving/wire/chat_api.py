@@ -364,7 +364,7 @@ class _ChoiceStream:
         self._received: list[LiveToken] = []
         self._decoder = _decoder()
         self._texts: list[str] = []  # of the tokens but the last
-        self._is_whole: list[bool] = []  # whether no character goes on behind such a token
+        self._is_whole: list[bool] = []  # whether each ends with a whole character
         self._sent = 0
         self._has_begun = False
 
